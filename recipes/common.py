@@ -1,0 +1,91 @@
+"""What both recipes need and what has nothing to do with training: one run directory, ranks, and a table to look at.
+
+`RunInfo` will take over the run directory; until then a launcher's ranks agree on its name here.
+"""
+
+import os
+import socket
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sized
+from typing import Any
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from syncstate import SharedState
+from syncstate.wire import decode, encode
+
+__all__ = ["agreement", "is_rank", "join_run", "start_ranks"]
+
+
+def is_rank() -> bool:
+    """Whether a launcher, or `start_ranks`, started this process as a rank."""
+    return "RANK" in os.environ
+
+
+def join_run() -> None:
+    """Name the run before Hydra makes its directory, by the same name on every rank. Call it before the main function.
+
+    The configs put `RUN_ID` into `hydra.run.dir`. Left to itself each rank would read its own clock there, and two ranks
+    that start a second apart would write to two directories. Ranks above 0 also write no `.hydra` and no log file.
+    """
+    if "RUN_ID" not in os.environ:
+        os.environ["RUN_ID"] = _agreed(time.strftime("%Y-%m-%d_%H-%M-%S"))
+    if int(os.environ.get("RANK", "0")) > 0:
+        sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
+
+
+def _agreed(name: str) -> str:
+    """The name that the first of the ranks proposes."""
+    if not is_rank():
+        return name
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        sys.exit("the launcher has no store in which its ranks could agree on a run directory: set RUN_ID to any name, once for all")
+    # The store of torchrun, which `accelerate launch` uses too. It is up before the ranks are, and outlives them.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return store.compare_set("run_id", "", name).decode()  # sets it if nobody has
+
+
+def start_ranks(function: Callable[..., None], ranks: int, *args: Any) -> None:
+    """Run `function(*args)` in this many new processes, the ranks of one group, and wait; an error in one ends all.
+
+    The arguments carry the composed config and the run directory, so that the ranks neither read the command line nor
+    ask Hydra. Lightning's own launcher runs the command line again, and with `--multirun` every rank would sweep again.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.start_processes(_rank, (ranks, port, function, args), nprocs=ranks, start_method="spawn")
+
+
+def _rank(rank: int, ranks: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    function(*args)
+
+
+def agreement(state: SharedState) -> tuple[bool, str]:
+    """Whether all ranks hold the same values in the same versions, and a table of rank x value. Every rank calls it.
+
+    The rows travel over the default group, not over that of syncstate, so that the check does not rest on what it checks.
+    """
+    mine = {name: (encode(state[name]), state.info(name).version) for name in state}
+    rows: list[Any] = [mine]
+    if dist.is_initialized():
+        rows = [None] * dist.get_world_size()
+        dist.all_gather_object(rows, mine)
+    lines = [["rank", *mine]]
+    lines += [[str(rank), *(f"{_short(value)} (v{version})" for value, version in row.values())] for rank, row in enumerate(rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = "\n".join("  " + "   ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return all(row == rows[0] for row in rows), text
+
+
+def _short(encoded: bytes) -> str:
+    """A number as it is; anything larger by its length and a checksum of all its bytes."""
+    value = decode(encoded)
+    if isinstance(value, Sized):
+        return f"{len(value)} items #{zlib.crc32(encoded):08x}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

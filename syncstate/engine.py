@@ -1,0 +1,334 @@
+"""The loop that keeps shared values equal on all ranks. The only place where when, who, what and how meet."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from syncstate.checkpoint import Restored, parse, snapshot
+from syncstate.errors import ConfigError, PeerError
+from syncstate.options import Options
+from syncstate.plan import Agenda, Entry
+from syncstate.run import Run
+from syncstate.schedule import Every, Schedule
+from syncstate.sources import Failure
+from syncstate.state import SharedState
+from syncstate.stats import Stats
+
+__all__ = ["SyncEngine"]
+
+_LOOK_SECONDS = 1.0  # how often a step with nothing due looks for news of a failure
+_log = logging.getLogger("syncstate")
+
+
+class SyncEngine:
+    """Computes shared values on the main process and broadcasts them at the steps that their schedules name.
+
+    Every rank makes the same calls in the same order: `step` after each optimizer step, and once when an epoch turns.
+    Entering the `with` block computes nothing, so that a checkpoint can be loaded first; `start`, or the first `step`,
+    computes what is due. Leaving the block with an exception tells the other ranks.
+
+    Args:
+        state: The values; None for an engine without any.
+        every: Schedule of the values that have none of their own; None is `Every(steps=100)`.
+        seed: What the random numbers of the sources are derived from.
+        group: A `ProcessGroup`, a one-dimensional `DeviceMesh`, `"single"`, or None for the world.
+        main: Global rank of the main process; None for the group's first.
+        scope: `"world"`; `"node"` is not available yet.
+        async_op: False; asynchronous syncs are not available yet.
+        lag: None or 0; not available yet.
+        timeout: Seconds (or a `timedelta`) that a sync may take, unless a value says otherwise.
+        frame_bytes: Size of the message that every sync sends: a multiple of 64, at least 1024. A larger payload takes
+            a second message.
+        max_bytes: No payload is larger, and no receiver allocates more.
+        on_error: `"raise"`, or `"keep"`: a source that fails is logged and counted, and the old value stays.
+        config: A mapping that all ranks must share; the error of `start` names the first keys that differ.
+        resync: None; not available yet.
+        verify_values: False; not available yet.
+        events: A callable that every rank calls with each event, or a path to which main appends JSON lines.
+
+    Raises:
+        ConfigError: An impossible setting.
+
+    Example::
+
+        step = 0
+        with SyncEngine(state, every=Every(steps=100)) as engine:
+            engine.start(step=step, epoch=0)
+            for epoch in range(epochs):
+                engine.step(step, epoch)
+                for batch in loader:
+                    ...                          # forward, backward, optimizer.step()
+                    step += 1
+                    engine.step(step, epoch)
+    """
+
+    def __init__(
+        self,
+        state: SharedState | None = None,
+        *,
+        every: Schedule | None = None,
+        seed: int = 0,
+        group: Any = None,
+        main: int | None = None,
+        scope: str = "world",
+        async_op: bool = False,
+        lag: int | None = None,
+        timeout: float | timedelta = 300.0,
+        frame_bytes: int = 16384,
+        max_bytes: int = 1 << 33,
+        on_error: str = "raise",
+        config: Mapping[str, Any] | None = None,
+        resync: Any = None,
+        verify_values: bool = False,
+        events: Callable[[Mapping[str, Any]], object] | str | None = None,
+    ) -> None:
+        if state is not None and not isinstance(state, SharedState):
+            raise ConfigError(f"engine: state must be a SharedState, got {state!r}")
+        self._options = Options(
+            every=Every(steps=100) if every is None else every,
+            seed=seed,
+            group=group,
+            main=main,
+            scope=scope,
+            async_op=async_op,
+            lag=lag,
+            timeout=timeout,
+            frame_bytes=frame_bytes,
+            max_bytes=max_bytes,
+            on_error=on_error,
+            config=config,
+            resync=resync,
+            verify_values=verify_values,
+            events=events,
+        )
+        self.state = state if state is not None else SharedState()
+        self.stats = Stats()
+        self.host: Any = None
+        self.model: Any = None
+        self._run: Run | None = None
+        self._agenda = Agenda(())
+        self._restored: Restored | None = None
+        self._started = False
+        self._is_main = True
+        # What the fast path of `step` compares with; no thread has the number 0.
+        self._seen_step, self._seen_epoch, self._next_step = -1, -1, -1.0
+        self._thread, self._look_at = 0, 0.0
+
+    def open(self) -> None:
+        """Meet the other ranks, compare plans and make the private group. Collective; `start` does it if not called.
+
+        Raises:
+            MismatchError: The plans differ; `open` can be tried again.
+            SyncTimeout: A rank did not come.
+            ConfigError: Impossible group or main process, or another engine has the state.
+        """
+        if self._run is None or self._run.ended is not None:
+            self._run, self._started = Run(self.state, self._options), False
+            self._agenda = Agenda(self._run.plan.entries)
+            self._is_main = self._run.topology.is_main
+
+    def start(self, step: int = 0, epoch: int = 0) -> tuple[str, ...]:
+        """Begin, or begin again, at a step: restore what was loaded and compute what is due. Collective.
+
+        Args:
+            step: Optimizer steps finished so far.
+            epoch: Epochs begun so far; the first is 0.
+
+        Returns:
+            The values that came into force by being computed.
+
+        Raises:
+            ComputeError: A source failed; nothing was taken as seen, and `start` can be called again.
+            SyncStateError: What `open` and `step` raise.
+        """
+        _check_point("start", step, epoch)
+        self.open()
+        run = self._opened("start")
+        if not self._started:
+            loaded, self._restored = self._restored, None
+            self._seen_step, self._seen_epoch = run.prepare(loaded) or (self._seen_step, self._seen_epoch)
+        due = self._agenda.due_at_start((self._seen_step, self._seen_epoch), step, epoch)
+        failure = self._refresh(run, "start", due, step, epoch)
+        if failure is None or self._options.on_error == "keep":
+            self._started = True
+            self._see(run, step, epoch)
+        return self._conclude(run, failure, due)
+
+    def step(self, step: int, epoch: int | None = None) -> tuple[str, ...]:
+        """Tell the engine where training is; refreshes what is due. Every rank calls it at the same steps.
+
+        Args:
+            step: Optimizer steps finished so far; not smaller than the last one.
+            epoch: Epochs begun so far; None keeps the last one.
+
+        Returns:
+            The names of the values that came into force, usually none.
+
+        Raises:
+            ComputeError: A source failed on the main process; the engine goes on.
+            MismatchError: A value differs from its spec (the engine goes on), or ranks are at different steps.
+            SyncTimeout: A rank did not come in time.
+            PeerError: Another rank failed, left or died.
+            ConfigError: A step or an epoch smaller than the last one, or a call from inside a source.
+        """
+        if (
+            self._seen_step <= step < self._next_step
+            and (epoch is None or epoch == self._seen_epoch)
+            and step.__class__ is int
+            and threading.get_ident() == self._thread
+            and time.monotonic() < self._look_at
+        ):
+            self._seen_step = step
+            return ()
+        if self._run is None or (not self._started and self._run.ended is None):
+            return self.start(step, 0 if epoch is None else epoch)
+        now = self._seen_epoch if epoch is None else epoch
+        _check_point("step", step, now)
+        if self._started and (step < self._seen_step or now < self._seen_epoch):
+            raise ConfigError(
+                f"step({step}, {now}): the engine has already seen step {self._seen_step} of epoch {self._seen_epoch}; "
+                "steps and epochs never go back, call start(step, epoch) to begin again"
+            )
+        run, due = self._opened("step"), self._agenda.due(step, now)
+        failure = self._refresh(run, "step", due, step, now)
+        self._see(run, step, now)
+        return self._conclude(run, failure, due)
+
+    def sync(self, *names: str) -> tuple[str, ...]:
+        """Refresh values now, whatever their schedules say. Collective: every rank asks for the same ones.
+
+        Args:
+            names: Which values; none means all.
+
+        Returns:
+            The names of the values that came into force.
+
+        Raises:
+            ConfigError: An unknown name, or an engine that has not started.
+            SyncStateError: What `step` raises.
+        """
+        known = self.state.names
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"sync: no shared value {name!r}; there are {', '.join(known) or 'none'}")
+        run = self._opened("sync")
+        if not self._started and run.ended is None:
+            raise ConfigError("sync: the engine has not started; call start(step, epoch) first")
+        due = run.plan.named(names or known)
+        failure = self._refresh(run, "sync", due, self._seen_step, self._seen_epoch)
+        self._thread = run.thread
+        return self._conclude(run, failure, due)
+
+    def _opened(self, call: str) -> Run:
+        if self._run is None:
+            raise ConfigError(f"{call}: the engine has not started; call start(step, epoch) first")
+        return self._run
+
+    def _refresh(self, run: Run, call: str, due: Sequence[Entry], step: int, epoch: int) -> Failure | None:
+        self._thread = 0  # until the call is over, so that one from inside a source takes the slow path and is refused
+        return run.sync(call, due, {"step": step, "epoch": epoch, "model": self.model, "host": self.host}, self.stats)
+
+    def _see(self, run: Run, step: int, epoch: int) -> None:
+        self._agenda.see(step, epoch)
+        self._seen_step, self._seen_epoch = step, epoch
+        self._next_step = self._agenda.next_step
+        self._thread, self._look_at = run.thread, time.monotonic() + _LOOK_SECONDS
+
+    def _conclude(self, run: Run, failure: Failure | None, due: Sequence[Entry]) -> tuple[str, ...]:
+        """Say which values came into force, or raise the failure that all ranks see."""
+        if failure is None:
+            return tuple([entry.name for entry in due])
+        cause = run.cause()
+        if self._options.on_error == "keep" and failure.kind == "compute":
+            _log.error("the old values stay: %s", failure.text)
+            return ()
+        raise failure.error() from cause
+
+    def drain(self) -> None:
+        """Wait for everything that is in flight. Blocking syncs leave nothing in flight, so there is nothing to do."""
+
+    def abort(self, reason: str) -> None:
+        """End the engine on all ranks: the others raise `PeerError` with the reason at their next call.
+
+        Args:
+            reason: Why, in a few words.
+        """
+        run, step = self._leaving()
+        if run is not None:
+            run.end(PeerError(f"rank {run.topology.rank} ended the engine at step {step}: {reason}"), step)
+
+    def leave(self, error: BaseException) -> None:
+        """End the engine because of an error outside of it.
+
+        Args:
+            error: What is leaving the training loop.
+
+        Raises:
+            SyncStateError: Another rank had failed before, so that its cause comes first; raised from `error`.
+        """
+        run, step = self._leaving()
+        if run is not None:
+            standing = run.end(error, step)
+            if standing.rank != run.topology.rank and isinstance(error, Exception):
+                raise standing.error() from error
+
+    def close(self) -> None:
+        """Leave in good order. Local; does nothing the second time, or after the engine has ended."""
+        run, step = self._leaving()
+        if run is not None:
+            run.close(step)
+
+    def _leaving(self) -> tuple[Run | None, int]:
+        """The run, if it has not ended."""
+        self._started, self._thread = False, 0
+        return (self._run if self._run is not None and self._run.ended is None else None), self._seen_step
+
+    def __enter__(self) -> "SyncEngine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.drain()
+            self.close()
+        else:
+            self.leave(error)
+
+    @property
+    def seen(self) -> tuple[int, int]:
+        """The last step and epoch, also those of a checkpoint that was loaded; (-1, -1) before any."""
+        return self._restored.seen if self._restored is not None else (self._seen_step, self._seen_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values in force, what was seen, and the sources' own states. Local: never communicates.
+
+        Returns:
+            Plain containers, numbers, strings and tensors, which `torch.load(weights_only=True)` reads.
+        """
+        if self._restored is not None:
+            return dict(self._restored.content)
+        return snapshot(self.state, (self._seen_step, self._seen_epoch), is_main=self._is_main)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the state of an earlier run; it comes into force in `start`. Local: never communicates.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ConfigError: The engine has started, or this is no state of an engine.
+        """
+        if self._started:
+            raise ConfigError("load_state_dict: the engine has started; load before start or the first step")
+        self._restored = parse(state)
+
+
+def _check_point(call: str, step: Any, epoch: Any) -> None:
+    for what, given in (("step", step), ("epoch", epoch)):
+        if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+            raise ConfigError(f"{call}: {what} must be a whole number of at least 0, got {given!r}")

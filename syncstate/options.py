@@ -1,0 +1,81 @@
+"""What a user chose for an engine, checked once."""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from syncstate.definition import check_schedule, refuse, seconds
+from syncstate.errors import ConfigError
+from syncstate.schedule import Every, Schedule
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of `SyncEngine`, where they are explained.
+
+    Raises:
+        ConfigError: An impossible setting, or one that is not available yet.
+    """
+
+    every: Schedule = field(default_factory=lambda: Every(steps=100))
+    seed: int = 0
+    group: Any = None
+    main: int | None = None
+    scope: str = "world"
+    async_op: bool = False
+    lag: int | None = None
+    timeout: float | timedelta = 300.0
+    frame_bytes: int = 16384
+    max_bytes: int = 1 << 33
+    on_error: str = "raise"
+    config: Mapping[str, Any] | None = None
+    resync: Any = None
+    verify_values: bool = False
+    events: Any = None
+
+    def __post_init__(self) -> None:
+        check_schedule("engine", self.every, optional=False)
+        refuse(
+            "engine",
+            scope=(self.scope, "world"),
+            async_op=(self.async_op, False),
+            lag=(self.lag, 0),
+            resync=(self.resync, None),
+            verify_values=(self.verify_values, False),
+        )
+        self._check_whole("seed", None)
+        self._check_whole("frame_bytes", 1024)
+        self._check_whole("max_bytes", 1)
+        if self.main is not None:
+            self._check_whole("main", 0)
+        if self.frame_bytes % 64:
+            raise ConfigError(f"engine: frame_bytes must be a multiple of 64, got {self.frame_bytes!r}")
+        if self.on_error not in ("raise", "keep"):
+            raise ConfigError(f"engine: on_error must be 'raise' or 'keep', got {self.on_error!r}")
+        if self.config is not None and not isinstance(self.config, Mapping):
+            raise ConfigError(f"engine: config must be a mapping, got {self.config!r}")
+        object.__setattr__(self, "timeout", seconds("engine", self.timeout))
+
+    def _check_whole(self, key: str, least: int | None) -> None:
+        given = getattr(self, key)
+        allowed = "a whole number" if least is None else f"a whole number of at least {least}"
+        try:
+            number = operator.index(given)
+        except TypeError:
+            raise ConfigError(f"engine: {key} must be {allowed}, got {given!r}") from None
+        if isinstance(given, bool) or (least is not None and number < least):
+            raise ConfigError(f"engine: {key} must be {allowed}, got {given!r}")
+        object.__setattr__(self, key, number)
+
+    @property
+    def seconds(self) -> float:
+        """The timeout in seconds."""
+        return seconds("engine", self.timeout)
+
+    def agreed(self) -> dict[str, Any]:
+        """What must be the same on all ranks, because it decides what is sent or raised."""
+        return {key: getattr(self, key) for key in ("seed", "frame_bytes", "max_bytes", "on_error")}

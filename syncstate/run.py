@@ -1,0 +1,224 @@
+"""One engine between its start and its end: the ranks have met, agree on the plan, and have a channel."""
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from syncstate.checkpoint import Restored, parse, restore
+from syncstate.errors import CodecError, ConfigError, MismatchError, PeerError, SyncStateError, SyncTimeout
+from syncstate.events import open_sink
+from syncstate.exchange import Exchange
+from syncstate.options import Options
+from syncstate.plan import Entry, Plan, differences
+from syncstate.refresh import Refresh
+from syncstate.sources import Failure
+from syncstate.state import SharedState
+from syncstate.stats import Stats
+from syncstate.topology import find_topology
+from syncstate.wire.channel import Channel, Wait
+from syncstate.wire.notes import Note
+from syncstate.wire.rendezvous import meet
+
+__all__ = ["Run"]
+
+_log = logging.getLogger("syncstate")
+
+
+class Run:
+    """What exists only while an engine is open. Making one is collective.
+
+    Args:
+        state: The values; nobody else can use them until the run has ended.
+        options: The engine's.
+
+    Raises:
+        MismatchError: The ranks have different plans; names the first keys that differ.
+        SyncTimeout: A rank did not come.
+        ConfigError: The group or the main process is impossible, or another engine has the state.
+
+    Attributes:
+        topology, plan: As their classes say.
+        thread: The thread that made the run, the only one that may call the engine.
+        busy: Whether a collective part is running.
+        ended: Why the run is over; None while it is not.
+    """
+
+    def __init__(self, state: SharedState, options: Options) -> None:
+        self.topology = find_topology(options.group, options.main)
+        self.thread = threading.get_ident()
+        self.busy = False
+        self.ended: Exception | None = None
+        self._state = state
+        self._timeout = options.seconds
+        self._sink = open_sink(options.events, self.topology.is_main)
+        self._restores = 0
+        main = self.topology.global_ranks[self.topology.main]
+        self.plan = Plan(state, options, {"main": main, "allow_pickle": state.allow_pickle})
+        state.claim(True)
+        try:
+            self._connect(options)
+        except BaseException:
+            state.claim(False)
+            raise
+        self.event("open", world_size=self.topology.world_size)
+
+    def _connect(self, options: Options) -> None:
+        """Meet the other ranks, compare plans, make the private group."""
+        plan, topology = self.plan, self.topology
+        self._meeting = meet(topology, self._timeout) if topology.world_size > 1 else None
+        if self._meeting is not None:
+            groups = self._meeting.agree("plan", plan.digest.hex(), plan.text)
+            if len(groups) > 1:
+                raise MismatchError(
+                    f"start: the plans of the ranks differ (rank {topology.rank} raises with all others):\n  "
+                    + differences(groups)
+                )
+        self._channel = Channel(topology, self._meeting, self._timeout)
+        self._exchange = Exchange(
+            self._channel,
+            plan.digest[:8],
+            options.seed,
+            options.frame_bytes,
+            options.max_bytes,
+            self._state.allow_pickle,
+        )
+        self._refresh = Refresh(self._state, options.seed, topology, self._channel, self._exchange)
+        try:
+            self._exchange.warm_up(self._wait("start"))
+        except BaseException:
+            self._channel.teardown(abrupt=True)
+            raise
+        if self._meeting is not None and topology.is_main:
+            self._meeting.forget("plan")
+
+    def prepare(self, loaded: Restored | None) -> tuple[int, int] | None:
+        """Put a loaded checkpoint into force, and forget what is computed at every start. Collective.
+
+        Args:
+            loaded: What this rank loaded.
+
+        Returns:
+            The step and epoch that the checkpoint has seen; None without one.
+        """
+        with _Part(self, "start", 0):
+            return self._prepare(self._share(loaded))
+
+    def _prepare(self, restored: Restored | None) -> tuple[int, int] | None:
+        for entry in self.plan.entries:
+            if entry.schedule.unit == "once" and not entry.definition.checkpoint:
+                entry.record.version = 0
+        if restored is None:
+            return None
+        found = restore(restored, self.plan.entries, self._state, is_main=self.topology.is_main)
+        if found:
+            step, epoch = restored.seen
+            self._refresh.take(found, {"step": step, "epoch": epoch})
+        return restored.seen
+
+    def _share(self, loaded: Restored | None) -> Restored | None:
+        """Agree on a checkpoint: where ranks loaded none or another, all take that of the lowest that loaded any."""
+        if self._meeting is None:
+            return loaded
+        self._restores += 1
+        groups = self._meeting.agree(f"restored/{self._restores}", loaded.record if loaded else "none")
+        if len(groups) == 1:
+            return loaded
+        holders = {record: ranks for record, (ranks, _) in groups.items() if record != "none"}
+        record, ranks = min(holders.items(), key=lambda item: item[1])
+        content: Any = loaded.content if loaded and loaded.record == record else None
+        content = self._exchange.hand_round(content, ranks[0], self._wait("start: sharing a checkpoint"))
+        told = "; ".join(f"{'none' if r == 'none' else r[:8]} on ranks {who}" for r, (who, _) in groups.items())
+        _log.warning("start: the ranks loaded different checkpoints (%s); all take that of rank %d", told, ranks[0])
+        return parse(content)
+
+    def sync(self, call: str, due: Sequence[Entry], place: Mapping[str, Any], stats: Stats) -> Failure | None:
+        """Refresh what is due, in one sync; while nothing is, hear of failures on other ranks.
+
+        Args:
+            call: The engine's method, for messages.
+            due: Which values.
+            place: `step`, `epoch`, `model` and `host` of the contexts.
+            stats: Where a sync is counted.
+
+        Returns:
+            Why main sent no values, if it did not.
+
+        Raises:
+            SyncStateError: A failure that ends the engine.
+            ConfigError: A call from another thread, or from inside a source.
+        """
+        with _Part(self, call, place["step"]):
+            if not due:
+                note = self._channel.news(place["step"])
+                if note is not None:
+                    raise note.error()
+                return None
+            failure = self._refresh.sync(due, place, stats)
+        if self._sink is not None:
+            names = [entry.name for entry in due]
+            self.event("failed" if failure else "sync", step=place["step"], epoch=place["epoch"], names=names)
+        return failure
+
+    def cause(self) -> BaseException | None:
+        """Main's own exception behind the last failure, once."""
+        return self._exchange.take_cause()
+
+    def end(self, error: BaseException, step: int) -> Note:
+        """Tell the other ranks, unless they know, and drop the group; returns the note that stands."""
+        note = self._tell(error, step)
+        told = f"{type(error).__name__}: {error}"
+        self.ended = error if isinstance(error, Exception) else PeerError(f"the engine ended at step {step}: {told}")
+        self.event("ended", step=step, error=told)
+        self._channel.teardown(abrupt=True)
+        self._state.claim(False)
+        return note
+
+    def close(self, step: int) -> None:
+        """Leave in good order: sign off and drop the group."""
+        self.event("close", step=step)
+        self._channel.sign_off(step)
+        self.ended = ConfigError("the engine is closed; call start(step, epoch) to begin again")
+        self._channel.teardown(abrupt=False)
+        self._state.claim(False)
+
+    def event(self, what: str, **fields: Any) -> None:
+        """Tell the user's sink what happened, if there is one."""
+        if self._sink is not None:
+            self._sink({"event": what, "rank": self.topology.rank, **fields})
+
+    def _tell(self, error: BaseException, step: int) -> Note:
+        if isinstance(error, (MismatchError, CodecError)):
+            return self._channel.tell("mismatch", step, str(error))
+        if isinstance(error, SyncStateError) and not isinstance(error, ConfigError):
+            return self._channel.tell("timeout" if isinstance(error, SyncTimeout) else "peer", step, str(error))
+        text = f"rank {self.topology.rank} failed at step {step}: {type(error).__name__}: {error}"
+        return self._channel.tell("peer", step, text)
+
+    def _wait(self, what: str) -> Wait:
+        return Wait(what, 0, self._timeout, time.monotonic())
+
+
+class _Part:
+    """A part of a run in which all ranks take part; whatever leaves it ends the run on all of them."""
+
+    __slots__ = ("_call", "_run", "_step")
+
+    def __init__(self, run: Run, call: str, step: int) -> None:
+        self._run, self._call, self._step = run, call, step
+
+    def __enter__(self) -> None:
+        run = self._run
+        if threading.get_ident() != run.thread:
+            raise ConfigError(f"{self._call}: only the thread that started the engine may call it")
+        if run.ended is not None:
+            raise run.ended
+        if run.busy:
+            raise ConfigError(f"{self._call}: called from inside a source or apply; a sync is running already")
+        run.busy = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        self._run.busy = False
+        if error is not None:
+            self._run.end(error, self._step)

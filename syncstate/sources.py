@@ -1,0 +1,120 @@
+"""What happens on the main process before anything is sent: the sources run, and their values or errors are packed."""
+
+import traceback
+from typing import Any, NamedTuple
+
+from syncstate.batch import Batch
+from syncstate.context import Context
+from syncstate.errors import CodecError, ComputeError, MismatchError, SyncStateError
+from syncstate.spec import check_spec
+from syncstate.wire.codec import Parcel, pack
+
+__all__ = ["Failure", "Refused", "compute"]
+
+
+class Failure(NamedTuple):
+    """Why main sends no values. Every rank gets it, raises the same error, and the engine goes on.
+
+    Attributes:
+        kind: `"compute"` or `"mismatch"`.
+        text: The whole message.
+        names: The values that failed.
+    """
+
+    kind: str
+    text: str
+    names: list[str]
+
+    def error(self) -> SyncStateError:
+        """The exception that every rank raises."""
+        return (MismatchError if self.kind == "mismatch" else ComputeError)(self.text)
+
+    def pack(self, room: int) -> Parcel:
+        """The failure in at most `room` bytes, so that it fits the frame; a long text is cut in the middle."""
+        names = self.names
+        spare = room - 128 - sum(len(name.encode("utf-8", "replace")) + 8 for name in names)
+        if spare < 256:
+            names, spare = [], room - 128
+        text = self.text.encode("utf-8", "backslashreplace")
+        if len(text) > spare:
+            half = spare // 2 - 8
+            text = text[:half] + b"\n[...]\n" + text[-half:]
+        return pack([self.kind, text.decode("utf-8", "replace")[:spare], names])
+
+
+class Refused(Exception):
+    """Main's side of a failure: what goes to the ranks, and the exception behind it."""
+
+    def __init__(self, failure: Failure, cause: BaseException | None) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+        self.cause = cause
+
+
+class _Fault(NamedTuple):
+    name: str
+    kind: str
+    text: str
+    cause: BaseException | None
+
+
+def compute(batch: Batch, fields: dict[str, Any], seed: int, rank: int, allow_pickle: bool) -> Parcel:
+    """Compute all values of a batch; all or nothing.
+
+    Args:
+        batch: What is due.
+        fields: What the contexts of these computations have in common.
+        seed: The engine's seed.
+        rank: This rank, for messages.
+        allow_pickle: Whether values may travel by pickle.
+
+    Raises:
+        Refused: A source raised, a value differs from its spec, or a value cannot travel.
+    """
+    values: list[Any] = []
+    faults: list[_Fault] = []
+    context = Context.of
+    for name, source, record, spec in batch.jobs:
+        try:
+            value = source(context(fields, record.sent, seed, name, record.version + 1))
+        except Exception as error:
+            faults.append(_Fault(name, "compute", _told(error), error))
+            continue
+        if spec is not None:
+            wrong = check_spec(value, spec)
+            if wrong is not None:
+                faults.append(_Fault(name, "mismatch", wrong, None))
+        values.append(value)
+    if not faults:
+        try:
+            return pack(values, allow_pickle=allow_pickle)
+        except CodecError as error:
+            faults = _cannot_travel(batch, values, error, allow_pickle)
+    raise _refused(faults, fields["step"], rank)
+
+
+def _cannot_travel(batch: Batch, values: list[Any], error: CodecError, allow_pickle: bool) -> list[_Fault]:
+    """Which values cannot be encoded: one by one, so that the paths begin inside the value."""
+    faults = []
+    for entry, value in zip(batch.entries, values, strict=True):
+        try:
+            pack(value, allow_pickle=allow_pickle)
+        except CodecError as fault:
+            faults.append(_Fault(entry.name, "compute", _told(fault), fault))
+    return faults or [_Fault(", ".join(batch.names), "compute", _told(error), error)]
+
+
+def _refused(faults: list[_Fault], step: int, rank: int) -> Refused:
+    kind = "mismatch" if all(fault.kind == "mismatch" for fault in faults) else "compute"
+    lines = [f"value {fault.name!r} at step {step} on main (rank {rank}): {fault.text}" for fault in faults]
+    causes = [fault.cause for fault in faults if fault.cause is not None]
+    if causes:
+        lines.append(f"Traceback on rank {rank}:")
+        lines.extend("".join(traceback.format_exception(cause)).rstrip() for cause in causes)
+    failure = Failure(kind, "\n".join(lines), [fault.name for fault in faults])
+    return Refused(failure, causes[0] if causes else None)
+
+
+def _told(error: BaseException) -> str:
+    """The class and the message of an exception; errors travel as text, because a class may not be there elsewhere."""
+    return f"{type(error).__name__}: {error}"

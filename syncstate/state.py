@@ -1,0 +1,353 @@
+"""What every rank holds: a read-only mapping of shared values. Reading it never communicates."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, Generic, NamedTuple, TypeVar, overload
+
+import torch
+
+from syncstate.context import Context
+from syncstate.definition import MISSING, Definition, Source, define
+from syncstate.errors import ConfigError, NotReady
+from syncstate.schedule import Schedule, whole
+from syncstate.spec import TensorSpec
+from syncstate.wire.codec import encode
+
+__all__ = ["Info", "Record", "Shared", "SharedState"]
+
+T = TypeVar("T")
+
+
+class Info(NamedTuple):
+    """What is known of a value without looking at it.
+
+    Attributes:
+        version: How often it was refreshed; 0 is the initial value or none.
+        computed_at: The step of the engine call that computed it; None before the first.
+        applied_at: The step of the engine call that put it into force; None before the first.
+        nbytes: Size of the encoded value; 0 before the first.
+    """
+
+    version: int = 0
+    computed_at: int | None = None
+    applied_at: int | None = None
+    nbytes: int = 0
+
+
+class Record:
+    """What the engine keeps of a value beside the value itself.
+
+    Attributes:
+        version: How often it was refreshed.
+        steps: (computed at, applied at).
+        sent: The value as main sent it; what this rank holds may be derived from it.
+    """
+
+    __slots__ = ("nbytes", "sent", "steps", "version")
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.steps: tuple[int | None, int | None] = (None, None)
+        self.sent: Any = None
+        self.nbytes: tuple[int, int] = (0, 0)  # (version, size): measured when somebody asks, not in every sync
+
+    def put(self, sent: Any, steps: tuple[int, int], version: int) -> None:
+        """A value comes into force."""
+        self.version = version
+        self.sent = sent
+        self.steps = steps
+
+    def info(self, allow_pickle: bool) -> Info:
+        """The record as users see it."""
+        if self.nbytes[0] != self.version:
+            self.nbytes = (self.version, len(encode(self.sent, allow_pickle=allow_pickle)))
+        return Info(self.version, *self.steps, self.nbytes[1])
+
+
+class Shared(Generic[T]):
+    """A handle on one value of a state: typed, and callable like the source it was made from.
+
+    Attributes:
+        name: The value's name.
+        source: What was given to `SharedState.add`.
+    """
+
+    def __init__(self, state: "SharedState", name: str, source: Any) -> None:
+        self._state = state
+        self.name = name
+        self.source = source
+        self.__doc__ = getattr(source, "__doc__", None)
+
+    @property
+    def value(self) -> T:
+        """The value in force on this rank. Raises `NotReady` before the first sync."""
+        value: T = self._state[self.name]
+        return value
+
+    @property
+    def info(self) -> Info:
+        """Version, steps and size of the value in force."""
+        return self._state.info(self.name)
+
+    def __call__(self, ctx: Context) -> T:
+        """Run the source itself, without sharing the result."""
+        value: T = getattr(self.source, "compute", self.source)(ctx)
+        return value
+
+    def __repr__(self) -> str:
+        return f"Shared({self.name!r}, {self._state.text(self.name)})"
+
+
+class SharedState(Mapping[str, Any]):
+    """A read-only mapping from names to the values that every rank holds. Reading never communicates.
+
+    Iteration, `len` and `in` know the values that are ready; `names` lists all. Values are each rank's own: treat them
+    as read-only.
+
+    Args:
+        values: Sources by name, each added with the engine's schedule.
+        allow_pickle: Let values travel by pickle that nothing else can carry. Only among ranks that trust each other.
+        observe_capacity: How many of the newest observed numbers each value keeps on each rank.
+
+    Raises:
+        ConfigError: A capacity below 1, or what `add` refuses.
+
+    Example::
+
+        state = SharedState()
+
+        @state.shared(every=Every(steps=100), initial=0.2)
+        def threshold(ctx: Context) -> float:      # runs on the main process only
+            return min(1.0, 0.2 + ctx.step / 10_000)
+
+        state.add("seed", Seed(base=1234), every=Every(epochs=1))
+        threshold.value, state["seed"]
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any] | None = None, *, allow_pickle: bool = False, observe_capacity: int = 65536
+    ) -> None:
+        self.allow_pickle = bool(allow_pickle)
+        self._capacity = whole("SharedState", "observe_capacity", observe_capacity, 1)
+        self._definitions: dict[str, Definition] = {}
+        self._values: dict[str, Any] = {}
+        self._records: dict[str, Record] = {}
+        self._observed: dict[str, deque[torch.Tensor]] = {}
+        self._observed_numbers: dict[str, int] = {}
+        self._in_use = False
+        for name, source in (values or {}).items():
+            self.add(name, source)
+
+    @overload
+    def add(
+        self,
+        name: str,
+        source: Callable[[Context], T],
+        *,
+        every: Schedule | None = ...,
+        collect: Any = ...,
+        reduce: str = ...,
+        deliver: str = ...,
+        apply: Callable[[Any, Context], object] | None = ...,
+        spec: TensorSpec | type | None = ...,
+        device: Any = ...,
+        initial: Any = ...,
+        async_op: bool | None = ...,
+        lag: int | None = ...,
+        scope: str | None = ...,
+        timeout: float | timedelta | None = ...,
+        checkpoint: bool | None = ...,
+    ) -> Shared[T]: ...
+
+    @overload
+    def add(
+        self,
+        name: str,
+        source: Source,
+        *,
+        every: Schedule | None = ...,
+        collect: Any = ...,
+        reduce: str = ...,
+        deliver: str = ...,
+        apply: Callable[[Any, Context], object] | None = ...,
+        spec: TensorSpec | type | None = ...,
+        device: Any = ...,
+        initial: Any = ...,
+        async_op: bool | None = ...,
+        lag: int | None = ...,
+        scope: str | None = ...,
+        timeout: float | timedelta | None = ...,
+        checkpoint: bool | None = ...,
+    ) -> Shared[Any]: ...
+
+    def add(
+        self,
+        name: str,
+        source: Any,
+        *,
+        every: Schedule | None = None,
+        collect: Any = None,
+        reduce: str = "list",
+        deliver: str = "broadcast",
+        apply: Callable[[Any, Context], object] | None = None,
+        spec: TensorSpec | type | None = None,
+        device: Any = None,
+        initial: Any = MISSING,
+        async_op: bool | None = None,
+        lag: int | None = None,
+        scope: str | None = None,
+        timeout: float | timedelta | None = None,
+        checkpoint: bool | None = None,
+    ) -> Shared[Any]:
+        """Declare a shared value. Every rank declares the same ones; the order does not matter.
+
+        Args:
+            name: Its name, new in this state.
+            source: A callable `source(ctx) -> value`, or an object with `compute(ctx)`. Runs on the main process only.
+            every: When it is refreshed; None takes the engine's.
+            collect: Not available yet.
+            reduce: Not available yet.
+            deliver: `"broadcast"`; `"scatter"` is not available yet.
+            apply: `apply(value, ctx)`, run on every rank when a value comes into force.
+            spec: A `TensorSpec` or a type that every value must have; another value is an error on all ranks.
+            device: Not available yet.
+            initial: The value before the first sync, the same on all ranks.
+            async_op: False or None; asynchronous syncs are not available yet.
+            lag: 0 or None; not available yet.
+            scope: `"world"` or None; `"node"` is not available yet.
+            timeout: Seconds (or a `timedelta`) that a sync of this value may take; None takes the engine's.
+            checkpoint: False: recomputed at the start of a resumed run instead of restored.
+
+        Returns:
+            A handle with `.value` and `.info`, callable like the source.
+
+        Raises:
+            ConfigError: An impossible setting, a name given twice, or an engine that has started.
+        """
+        if self._in_use:
+            raise ConfigError(f"value {name!r}: an engine that uses this state has started; add values before")
+        if name in self._definitions:
+            raise ConfigError(f"value {name!r} is already in this state; names must differ")
+        self._definitions[name] = definition = define(
+            name, source, every=every, collect=collect, reduce=reduce, deliver=deliver, apply=apply, spec=spec,
+            device=device, initial=initial, async_op=async_op, lag=lag, scope=scope, timeout=timeout,
+            checkpoint=checkpoint,
+        )  # fmt: skip
+        if definition.initial is not MISSING:
+            self._values[name] = definition.initial
+        self._records[name] = Record()
+        return Shared(self, name, source)
+
+    def shared(self, name: str | None = None, **options: Any) -> Callable[[Callable[[Context], T]], Shared[T]]:
+        """The decorator form of `add`: takes its options; the name is the function's unless given."""
+
+        def declare(source: Callable[[Context], T]) -> Shared[T]:
+            return self.add(name if name is not None else source.__name__, source, **options)
+
+        if callable(name):
+            raise ConfigError("write @state.shared() with parentheses")
+        return declare
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All values, ready or not, in the order in which they were added."""
+        return tuple(self._definitions)
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._values[name]
+        except KeyError:
+            pass
+        raise self._absent(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in self._definitions if name in self._values])
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def __repr__(self) -> str:
+        return "SharedState(" + ", ".join(f"{name}: {self.text(name)}" for name in self.names) + ")"
+
+    def _absent(self, name: str) -> KeyError:
+        definition = self._definitions.get(name)
+        if definition is None:
+            return KeyError(f"no shared value {name!r}; there are {', '.join(self.names) or 'none'}")
+        when = "by the engine's schedule" if definition.every is None else str(definition.every)
+        return NotReady(
+            f"value {name!r} has no value yet: it is computed {when}, and no sync has reached it. Start the engine "
+            f"before reading it, or give state.add({name!r}, ..., initial=...) a value to hold until then"
+        )
+
+    def text(self, name: str) -> str:
+        """Version and step of a value in a few words, for messages."""
+        record = self.record(name)
+        if record.version:
+            return f"version {record.version} of step {record.steps[0]}"
+        return "initial value" if name in self._values else "not ready"
+
+    def info(self, name: str) -> Info:
+        """Version, steps and size of a value. Raises KeyError for a name that was never added."""
+        return self.record(name).info(self.allow_pickle)
+
+    def observe(self, name: str, value: Any) -> None:
+        """Keep numbers of this rank under the name of a value, for its source. Does not wait for the device.
+
+        Args:
+            name: A value of this state.
+            value: A tensor of any shape, or a number. Detached and copied; the newest `observe_capacity` numbers stay.
+
+        Raises:
+            KeyError: No such value.
+        """
+        if name not in self._definitions:
+            raise self._absent(name)
+        numbers = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+        numbers = numbers.reshape(-1)[-self._capacity :]
+        if not numbers.numel():
+            return
+        ring = self._observed.setdefault(name, deque())
+        # Copied after it is cut, so that no more memory than the capacity is held.
+        ring.append(numbers.to(torch.float32 if numbers.dtype != torch.float64 else torch.float64, copy=True))
+        held = self._observed_numbers.get(name, 0) + ring[-1].numel()
+        while held - ring[0].numel() >= self._capacity:
+            held -= ring.popleft().numel()
+        self._observed_numbers[name] = held
+
+    def observed(self, name: str) -> torch.Tensor:
+        """What this rank observed under a name, oldest first: 1-D floats on the CPU, at most `observe_capacity`."""
+        if name not in self._definitions:
+            raise self._absent(name)
+        ring = self._observed.get(name)
+        if not ring:
+            return torch.empty(0)
+        return torch.cat([part.cpu() for part in ring])[-self._capacity :]
+
+    def definition(self, name: str) -> Definition:
+        """What was declared under a name."""
+        return self._definitions[name]
+
+    def record(self, name: str) -> Record:
+        """What the engine keeps of a value. Raises KeyError for a name that was never added."""
+        record = self._records.get(name)
+        if record is None:
+            raise self._absent(name)
+        return record
+
+    def claim(self, taken: bool) -> None:
+        """An engine takes the state, or gives it back; nothing is added while one has it.
+
+        Raises:
+            ConfigError: Another engine has it.
+        """
+        if taken and self._in_use:
+            raise ConfigError("another engine uses this state; close it first, or give each engine a state of its own")
+        self._in_use = taken
+
+    def update(self, names: Iterable[str], values: Iterable[Any]) -> None:
+        """The engine's door: values come into force. Other threads see the old or the new one, never a part."""
+        self._values.update(zip(names, values, strict=True))

@@ -1,0 +1,68 @@
+"""Counters of an engine, by value and in all."""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+__all__ = ["Counters", "Stats"]
+
+
+class Counters(NamedTuple):
+    """What happened to one value on this rank.
+
+    Attributes:
+        syncs: How often it was refreshed.
+        failed: How often its computation failed.
+    """
+
+    syncs: int
+    failed: int
+
+
+class Stats(Mapping[str, Counters]):
+    """Name -> counters, with totals as attributes.
+
+    Attributes:
+        syncs: How many syncs this rank took part in.
+        failed: How many of them brought an error instead of values.
+        collectives: How many collectives they took on the private group.
+        seconds: Time spent in them on this rank, the sources' computation included.
+    """
+
+    def __init__(self) -> None:
+        self.syncs = 0
+        self.failed = 0
+        self.collectives = 0
+        self.seconds = 0.0
+        # Counted by set of names, because the same ones come again and again; taken apart when somebody asks.
+        self._synced: dict[tuple[str, ...], int] = {}
+        self._failures: dict[str, int] = {}
+
+    def count(self, names: tuple[str, ...], failed: Collection[str], collectives: int, seconds: float) -> None:
+        """Add one sync.
+
+        Args:
+            names: The values that were due.
+            failed: Those that failed; empty when values came.
+            collectives: How many collectives the channel has issued so far.
+            seconds: What the sync took on this rank.
+        """
+        self.syncs += 1
+        self.collectives = collectives
+        self.seconds += seconds
+        self._synced[names] = self._synced.get(names, 0) + (not failed)
+        if failed:
+            self.failed += 1
+            for name in failed:
+                self._failures[name] = self._failures.get(name, 0) + 1
+
+    def __getitem__(self, name: str) -> Counters:
+        counts = [count for names, count in self._synced.items() if name in names]
+        if not counts:
+            raise KeyError(name)
+        return Counters(sum(counts), self._failures.get(name, 0))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(set().union(*self._synced)))
+
+    def __len__(self) -> int:
+        return len(set().union(*self._synced))

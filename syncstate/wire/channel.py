@@ -1,0 +1,127 @@
+"""The private process group of an engine: every message of syncstate runs here, none on the groups of the host."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from syncstate.topology import Topology
+from syncstate.wire.notes import Note, NoteBoard
+from syncstate.wire.rendezvous import Meeting
+from syncstate.wire.sockets import Sockets
+from syncstate.wire.verdict import Wait, broken, late
+
+__all__ = ["Channel", "Wait"]
+
+_SLICE = timedelta(milliseconds=100)
+_LONGEST_SETUP = 60.0
+_SPARE_SECONDS = 30.0
+
+
+class Channel:
+    """A private gloo group on the CPU, with its corner of the store. A group of one has neither and sends nothing.
+
+    The group is made here and not by `torch.distributed.new_group`: it is no entry of the global registry, so ranks
+    outside the engine's group take no part, the names of later groups do not depend on it, and nothing but this object
+    keeps it alive, which its teardown needs.
+
+    Args:
+        topology: The group.
+        meeting: Where the ranks met; None for a group of one.
+        timeout: Seconds that making the group may take.
+
+    Attributes:
+        collectives: How many collectives this rank has issued.
+    """
+
+    def __init__(self, topology: Topology, meeting: Meeting | None, timeout: float) -> None:
+        self.topology = topology
+        self.collectives = 0
+        self._group: Any = None
+        self._board: NoteBoard | None = None
+        self._sockets: Sockets | None = None
+        if meeting is not None:
+            self._board = NoteBoard(meeting.store, topology.rank, topology.world_size)
+            setup = timedelta(seconds=min(timeout, _LONGEST_SETUP))
+            with Sockets(topology.world_size - 1) as self._sockets:
+                self._group = dist.ProcessGroupGloo(
+                    dist.PrefixStore("gloo", meeting.store), topology.rank, topology.world_size, setup
+                )
+
+    def broadcast(
+        self, buffer: torch.Tensor, wait: Wait, meanwhile: Callable[[], object] | None = None, root: int | None = None
+    ) -> None:
+        """Send `buffer` from main to every rank, into buffers of the same size.
+
+        Args:
+            buffer: A 1-D contiguous CPU tensor of uint8.
+            wait: What to say when it fails.
+            meanwhile: Work to do while the bytes are on the wire.
+            root: The rank that sends; None is the main process.
+
+        Raises:
+            SyncStateError: What the first rank that knew the cause wrote down.
+        """
+        group, board = self._group, self._board
+        if group is None or board is None:
+            if meanwhile is not None:
+                meanwhile()
+            return
+        self.collectives += 1
+        # The operation outlives our own deadline, because one that times out by itself closes the connection.
+        limit = timedelta(seconds=wait.timeout + _SPARE_SECONDS)
+        try:
+            work = group.broadcast(buffer, self.topology.main if root is None else root, limit)
+        except RuntimeError as error:
+            raise broken(wait, board, self.topology, error).error() from error
+        if meanwhile is not None:
+            meanwhile()
+        while True:
+            # In slices: the backend's own wait hides both signals and the notes of other ranks.
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                # A slice that is over leaves the operation running; anything else has ended it.
+                if work.is_completed():
+                    if work.is_success():
+                        return
+                    raise broken(wait, board, self.topology, error).error() from error
+            if board.alarmed():
+                raise board.hear(wait.step).error()
+            if time.monotonic() - wait.begun >= wait.timeout:
+                raise late(wait, board, self.topology).error()
+
+    def news(self, step: int) -> Note | None:
+        """The note of a failure, if a rank has left one. One short question to the store.
+
+        Args:
+            step: This rank's step, for the roll-call.
+        """
+        return self._board.hear(step) if self._board is not None and self._board.alarmed() else None
+
+    def tell(self, kind: str, step: int, text: str) -> Note:
+        """Leave a note for the other ranks; returns the one that stands, which may be another rank's."""
+        note = Note(kind, self.topology.rank, step, text)
+        return note if self._board is None else self._board.post(note)
+
+    def sign_off(self, step: int) -> None:
+        """Tell the others that this rank ends in good order, before `teardown`."""
+        if self._board is not None:
+            self._board.sign_off(step)
+
+    def teardown(self, *, abrupt: bool) -> None:
+        """Drop the group.
+
+        Args:
+            abrupt: An operation may be in flight, and frames of a traceback may hold it. Dropping the group would block
+                until the operation times out; without its connections it ends now, and the neighbours hear of it.
+        """
+        if self._sockets is not None:
+            if abrupt:
+                self._sockets.shut()
+            self._sockets.forget()
+        self._group = None

@@ -1,0 +1,160 @@
+"""Failure news: what ranks leave for each other in the key-value store of the process group.
+
+A broadcast has no acknowledgement, and the text of a backend's error depends on where in its tree a rank stands. So the
+first rank that knows of a failure raises the alarm and writes down the cause, and every other rank raises what the note
+says. A rank that hears the alarm answers a roll-call first, so that the note can name the silent ones.
+"""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from syncstate.errors import MismatchError, PeerError, SyncStateError, SyncTimeout
+
+__all__ = ["Note", "NoteBoard", "Store"]
+
+_CLASSES: dict[str, type[SyncStateError]] = {
+    "mismatch": MismatchError,
+    "peer": PeerError,
+    "timeout": SyncTimeout,
+}
+_ROLL_CALL_SECONDS = 1.0
+_NOTE_SECONDS = 3.0  # from an alarm to its note, the roll-call included
+_POLL_SECONDS = 0.01
+
+
+class Store(Protocol):
+    """What is used of `torch.distributed.Store`."""
+
+    def check(self, keys: list[str], /) -> bool: ...
+    def get(self, key: str, /) -> bytes: ...
+    def set(self, key: str, value: str, /) -> None: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Note:
+    """Why the engines of a group have ended.
+
+    Attributes:
+        kind: `"mismatch"`, `"peer"` or `"timeout"`: the class that the other ranks raise.
+        rank: Who wrote it.
+        step: Its step then.
+        text: What happened, whole.
+    """
+
+    kind: str
+    rank: int
+    step: int
+    text: str
+
+    def error(self) -> SyncStateError:
+        """What a rank that reads the note raises."""
+        return _CLASSES.get(self.kind, PeerError)(self.text)
+
+
+class NoteBoard:
+    """One group's corner of the store.
+
+    Args:
+        store: The store, already prefixed so that nobody else writes here; a client of its own.
+        rank, world_size: This process in the group.
+
+    Attributes:
+        lost: Why the store no longer answers; None while it does.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store: Store = store
+        self._rank = rank
+        self._world_size = world_size
+        self.lost: str | None = None
+
+    def alarmed(self) -> bool:
+        """Whether any rank has raised the alarm. One short question to the store."""
+        return self._has("alarm")
+
+    def post(self, note: Note) -> Note:
+        """Leave a note and raise the alarm; returns the note that stands, which is the first that anyone left."""
+        try:
+            standing = self._store.compare_set("note", "", json.dumps(asdict(note)))
+            self._store.set("alarm", "1")
+        except RuntimeError as error:
+            self._lose(error)
+            return note
+        return Note(**json.loads(standing)) if standing else note
+
+    def hear(self, step: int) -> Note:
+        """After the alarm: answer the roll-call, and wait for the note.
+
+        Args:
+            step: This rank's step.
+        """
+        self._write("seen", step)
+        end = time.monotonic() + _NOTE_SECONDS
+        while True:
+            try:
+                if self._store.check(["note"]):
+                    return Note(**json.loads(self._store.get("note")))
+            except RuntimeError as error:
+                self._lose(error)
+            if self.lost is not None or time.monotonic() >= end:
+                return Note("peer", self._rank, step, f"another rank failed and did not say why; {self.lost or ''}")
+            time.sleep(_POLL_SECONDS)
+
+    def roll_call(self, step: int) -> tuple[dict[int, int], list[int]]:
+        """Raise the alarm and wait a second for the ranks to answer; returns their steps, and the silent ranks.
+
+        Ranks that have signed off are not silent.
+
+        Args:
+            step: This rank's step.
+        """
+        self._write("seen", step)
+        try:
+            self._store.set("alarm", "1")
+        except RuntimeError as error:
+            self._lose(error)
+        end = time.monotonic() + _ROLL_CALL_SECONDS
+        seen = self._steps("seen")
+        while len(seen) < self._world_size and self.lost is None and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+            seen = self._steps("seen")
+        left = self._steps("left")
+        return seen, [rank for rank in range(self._world_size) if rank not in seen and rank not in left]
+
+    def sign_off(self, step: int) -> None:
+        """Tell the others that this rank has ended in good order, and at which step."""
+        self._write("left", step)
+
+    def leavers(self) -> dict[int, int]:
+        """Ranks that have signed off, and their last step."""
+        return self._steps("left")
+
+    def _has(self, key: str) -> bool:
+        try:
+            return self._store.check([key])
+        except RuntimeError as error:
+            self._lose(error)
+            return False
+
+    def _write(self, what: str, step: int) -> None:
+        try:
+            self._store.set(f"{what}/{self._rank}", str(step))
+        except RuntimeError as error:
+            self._lose(error)
+
+    def _steps(self, what: str) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for rank in range(self._world_size):
+            try:
+                if self._store.check([f"{what}/{rank}"]):
+                    found[rank] = int(self._store.get(f"{what}/{rank}"))
+            except RuntimeError as error:
+                self._lose(error)
+                break
+        return found
+
+    def _lose(self, error: BaseException) -> None:
+        self.lost = str(error).split("\n", 1)[0][:200]

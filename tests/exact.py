@@ -1,0 +1,41 @@
+"""Equality down to the type and the bit, which `==` does not give (1 == True, nan != nan, 0.0 == -0.0)."""
+
+import struct
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["identical"]
+
+
+def identical(a: Any, b: Any) -> bool:
+    """Tells whether two values have the same types and bits, and their dicts the same order."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype is b.dtype and a.shape == b.shape and a.device == b.device and tensor_bits(a) == tensor_bits(b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, (np.str_, np.bytes_)):
+        return bool(a == b) and len(a) == len(b)
+    if isinstance(a, np.generic):
+        return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    if isinstance(a, float):
+        return struct.pack("<d", a) == struct.pack("<d", b)
+    if isinstance(a, complex):
+        return identical([a.real, a.imag], [b.real, b.imag])
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(identical, a, b))
+    if isinstance(a, dict):
+        return identical(list(a.items()), list(b.items()))
+    if isinstance(a, (set, frozenset)):
+        return len(a) == len(b) and all(any(identical(x, y) for y in b) for x in a)
+    return bool(a == b)
+
+
+def tensor_bits(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.dtype is torch.complex32:
+        plain = plain.view(torch.int32)
+    return plain.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes()

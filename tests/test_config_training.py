@@ -1,0 +1,37 @@
+"""Trainings of a project that was changed by nothing but the arguments of its command line."""
+
+import json
+from pathlib import Path
+
+from hydra_project import run_in, write_project
+
+CALLBACK = "callbacks=[default,syncstate]"
+SEED = "syncstate/values=[seed]"
+
+
+def test_a_training_of_one_process_shares_values_by_one_argument(tmp_path: Path) -> None:
+    project = write_project(tmp_path)
+    done = run_in(project, "src/train.py", CALLBACK, SEED, "syncstate.schedule.steps=4",
+                  "syncstate.values.seed.source.base=0")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    seen = json.loads((project / "rank0.json").read_text())["seen"]
+    assert [step for step, _ in seen] == list(range(16))
+    changes = [step for (step, seed), (_, before) in zip(seen[1:], seen, strict=False) if seed != before]
+    assert changes == [4, 8, 12]
+
+
+def test_ranks_of_lightnings_launcher_share_values_and_one_directory(tmp_path: Path) -> None:
+    project = write_project(tmp_path)
+    done = run_in(project, "src/train.py", CALLBACK, SEED, "trainer=ddp", env={"RUN_ID": "night"}, timeout=90)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads((project / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert told[0]["seen"] == told[1]["seen"]
+    assert len(told[0]["seen"]) == 8
+    assert {t["output_dir"] for t in told} == {str(project / "logs" / "night")}
+
+
+def test_an_impossible_setting_ends_the_training_before_it_starts(tmp_path: Path) -> None:
+    project = write_project(tmp_path)
+    done = run_in(project, "src/train.py", CALLBACK, "syncstate.schedule.steps=0")
+    assert done.returncode == 1
+    assert "steps must be a whole number of at least 1, got 0" in done.stderr
