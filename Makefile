@@ -24,7 +24,7 @@ lint: .venv/.test
 	$(BIN)/mypy
 
 benchmark: .venv/.test
-	$(BIN)/python -m benchmarks
+	$(BIN)/python recipes/benchmark.py
 
 clean:
 	rm -rf .venv build dist *.egg-info outputs multirun lightning_logs

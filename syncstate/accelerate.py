@@ -291,8 +291,8 @@ class SyncStateHook:
             )
         if not isinstance(state, Mapping) or state.keys() != {"hook", "steps", "engine"} or state["hook"] != _VERSION:
             raise ConfigError(
-                f"load_state: this is no state of a SyncStateHook of version {_VERSION}; accelerate knows objects by the"
-                " order in which they were registered, so keep that of the run that saved"
+                f"load_state: this is no state of a SyncStateHook, version {_VERSION}; accelerate knows objects by the "
+                "order in which they were registered, so keep that of the run that saved"
             )
         self.engine.load_state_dict(state["engine"])
         self._steps = int(state["steps"])

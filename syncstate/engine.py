@@ -37,17 +37,13 @@ class SyncEngine:
         seed: What the random numbers of the sources are derived from.
         group: A `ProcessGroup`, a one-dimensional `DeviceMesh`, `"single"`, or None for the world.
         main: Global rank of the main process; None for the group's first.
-        scope: `"world"`; `"node"` is not available yet.
-        async_op: False; asynchronous syncs are not available yet.
-        lag: None or 0; not available yet.
         timeout: Seconds (or a `timedelta`) that a sync may take, unless a value says otherwise.
         frame_bytes: Size of the message that every sync sends: a multiple of 64, at least 1024. A larger payload takes
             a second message.
         max_bytes: No payload is larger, and no receiver allocates more.
         on_error: `"raise"`, or `"keep"`: a source that fails is logged and counted, and the old value stays.
         config: A mapping that all ranks must share; the error of `start` names the first keys that differ.
-        resync: None; not available yet.
-        verify_values: False; not available yet.
+        scope, async_op, lag, resync, verify_values: Not available yet; leave them out.
         events: A callable that every rank calls with each event, or a path to which main appends JSON lines.
 
     Raises:
@@ -55,11 +51,9 @@ class SyncEngine:
 
     Example::
 
-        step = 0
         with SyncEngine(state, every=Every(steps=100)) as engine:
-            engine.start(step=step, epoch=0)
             for epoch in range(epochs):
-                engine.step(step, epoch)
+                engine.step(step, epoch)         # the epoch turns; the first call also starts the engine
                 for batch in loader:
                     ...                          # forward, backward, optimizer.step()
                     step += 1
@@ -89,22 +83,10 @@ class SyncEngine:
         if state is not None and not isinstance(state, SharedState):
             raise ConfigError(f"engine: state must be a SharedState, got {state!r}")
         self._options = Options(
-            every=Every(steps=100) if every is None else every,
-            seed=seed,
-            group=group,
-            main=main,
-            scope=scope,
-            async_op=async_op,
-            lag=lag,
-            timeout=timeout,
-            frame_bytes=frame_bytes,
-            max_bytes=max_bytes,
-            on_error=on_error,
-            config=config,
-            resync=resync,
-            verify_values=verify_values,
-            events=events,
-        )
+            every=Every(steps=100) if every is None else every, seed=seed, group=group, main=main, scope=scope,
+            async_op=async_op, lag=lag, timeout=timeout, frame_bytes=frame_bytes, max_bytes=max_bytes,
+            on_error=on_error, config=config, resync=resync, verify_values=verify_values, events=events,
+        )  # fmt: skip
         self.state = state if state is not None else SharedState()
         self.stats = Stats()
         self.host: Any = None
@@ -131,12 +113,12 @@ class SyncEngine:
             self._agenda = Agenda(self._run.plan.entries)
             self._is_main = self._run.topology.is_main
 
-    def start(self, step: int = 0, epoch: int = 0) -> tuple[str, ...]:
+    def start(self, step: int = 0, epoch: int | None = 0) -> tuple[str, ...]:
         """Begin, or begin again, at a step: restore what was loaded and compute what is due. Collective.
 
         Args:
             step: Optimizer steps finished so far.
-            epoch: Epochs begun so far; the first is 0.
+            epoch: Epochs begun so far; the first is 0. None keeps the last one, also that of a checkpoint.
 
         Returns:
             The values that came into force by being computed.
@@ -145,18 +127,19 @@ class SyncEngine:
             ComputeError: A source failed; nothing was taken as seen, and `start` can be called again.
             SyncStateError: What `open` and `step` raise.
         """
-        _check_point("start", step, epoch)
+        _check_point("start", step, 0 if epoch is None else epoch)
         self.open()
         run = self._opened("start")
         if not self._started:
             loaded, self._restored = self._restored, None
             self._seen_step, self._seen_epoch = run.prepare(loaded) or (self._seen_step, self._seen_epoch)
+        epoch = max(self._seen_epoch, 0) if epoch is None else epoch
         due = self._agenda.due_at_start((self._seen_step, self._seen_epoch), step, epoch)
-        failure = self._refresh(run, "start", due, step, epoch)
-        if failure is None or self._options.on_error == "keep":
+        result = self._refresh(run, "start", due, step, epoch)
+        if not isinstance(result, Failure) or self._kept(result):
             self._started = True
             self._see(run, step, epoch)
-        return self._conclude(run, failure, due)
+        return self._conclude(run, result)
 
     def step(self, step: int, epoch: int | None = None) -> tuple[str, ...]:
         """Tell the engine where training is; refreshes what is due. Every rank calls it at the same steps.
@@ -176,17 +159,17 @@ class SyncEngine:
             ConfigError: A step or an epoch smaller than the last one, or a call from inside a source.
         """
         if (
-            self._seen_step <= step < self._next_step
+            step.__class__ is int
+            and self._seen_step <= step < self._next_step
             and (epoch is None or epoch == self._seen_epoch)
-            and step.__class__ is int
             and threading.get_ident() == self._thread
             and time.monotonic() < self._look_at
         ):
             self._seen_step = step
             return ()
         if self._run is None or (not self._started and self._run.ended is None):
-            return self.start(step, 0 if epoch is None else epoch)
-        now = self._seen_epoch if epoch is None else epoch
+            return self.start(step, epoch)
+        now = max(self._seen_epoch, 0) if epoch is None else epoch
         _check_point("step", step, now)
         if self._started and (step < self._seen_step or now < self._seen_epoch):
             raise ConfigError(
@@ -194,9 +177,9 @@ class SyncEngine:
                 "steps and epochs never go back, call start(step, epoch) to begin again"
             )
         run, due = self._opened("step"), self._agenda.due(step, now)
-        failure = self._refresh(run, "step", due, step, now)
+        result = self._refresh(run, "step", due, step, now)
         self._see(run, step, now)
-        return self._conclude(run, failure, due)
+        return self._conclude(run, result)
 
     def sync(self, *names: str) -> tuple[str, ...]:
         """Refresh values now, whatever their schedules say. Collective: every rank asks for the same ones.
@@ -205,11 +188,7 @@ class SyncEngine:
             names: Which values; none means all.
 
         Returns:
-            The names of the values that came into force.
-
-        Raises:
-            ConfigError: An unknown name, or an engine that has not started.
-            SyncStateError: What `step` raises.
+            The names of the values that came into force. Raises what `step` raises.
         """
         known = self.state.names
         for name in names:
@@ -219,18 +198,19 @@ class SyncEngine:
         if not self._started and run.ended is None:
             raise ConfigError("sync: the engine has not started; call start(step, epoch) first")
         due = run.plan.named(names or known)
-        failure = self._refresh(run, "sync", due, self._seen_step, self._seen_epoch)
+        result = self._refresh(run, "sync", due, self._seen_step, self._seen_epoch)
         self._thread = run.thread
-        return self._conclude(run, failure, due)
+        return self._conclude(run, result)
 
     def _opened(self, call: str) -> Run:
         if self._run is None:
             raise ConfigError(f"{call}: the engine has not started; call start(step, epoch) first")
         return self._run
 
-    def _refresh(self, run: Run, call: str, due: Sequence[Entry], step: int, epoch: int) -> Failure | None:
+    def _refresh(self, run: Run, call: str, due: Sequence[Entry], step: int, epoch: int) -> tuple[str, ...] | Failure:
         self._thread = 0  # until the call is over, so that one from inside a source takes the slow path and is refused
-        return run.sync(call, due, {"step": step, "epoch": epoch, "model": self.model, "host": self.host}, self.stats)
+        place = {"step": step, "epoch": epoch, "model": self.model, "host": self.host}
+        return run.sync(call, due, place, self.stats)
 
     def _see(self, run: Run, step: int, epoch: int) -> None:
         self._agenda.see(step, epoch)
@@ -238,15 +218,18 @@ class SyncEngine:
         self._next_step = self._agenda.next_step
         self._thread, self._look_at = run.thread, time.monotonic() + _LOOK_SECONDS
 
-    def _conclude(self, run: Run, failure: Failure | None, due: Sequence[Entry]) -> tuple[str, ...]:
+    def _kept(self, failure: Failure) -> bool:
+        return self._options.on_error == "keep" and failure.kind == "compute"
+
+    def _conclude(self, run: Run, result: tuple[str, ...] | Failure) -> tuple[str, ...]:
         """Say which values came into force, or raise the failure that all ranks see."""
-        if failure is None:
-            return tuple([entry.name for entry in due])
+        if not isinstance(result, Failure):
+            return result
         cause = run.cause()
-        if self._options.on_error == "keep" and failure.kind == "compute":
-            _log.error("the old values stay: %s", failure.text)
+        if self._kept(result):
+            _log.error("the old values stay: %s", result.text)
             return ()
-        raise failure.error() from cause
+        raise result.error() from cause
 
     def drain(self) -> None:
         """Wait for everything that is in flight. Blocking syncs leave nothing in flight, so there is nothing to do."""
@@ -305,10 +288,9 @@ class SyncEngine:
         return self._restored.seen if self._restored is not None else (self._seen_step, self._seen_epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The values in force, what was seen, and the sources' own states. Local: never communicates.
+        """The values in force, what was seen, and the sources' own states; `torch.load(weights_only=True)` reads it.
 
-        Returns:
-            Plain containers, numbers, strings and tensors, which `torch.load(weights_only=True)` reads.
+        Local: never communicates.
         """
         if self._restored is not None:
             return dict(self._restored.content)

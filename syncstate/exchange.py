@@ -56,11 +56,8 @@ class Exchange:
         stamp = Stamp(self._sequence, step, fields["epoch"], self._plan, batch.digest)
         if not self._channel.topology.is_main:
             return self._receive(batch, stamp)
-        self._guard.keep()
-        try:
+        with self._guard:
             return self._send(batch, stamp, fields)
-        finally:
-            self._guard.restore()
 
     def take_cause(self) -> BaseException | None:
         """Main's own exception behind the last failure, for `raise ... from`; None on the other ranks."""
@@ -108,10 +105,14 @@ class Exchange:
         # Main decodes its own copy, so that no rank holds an alias of what the source keeps; in the shadow of the wire.
         wait = _wait(batch, stamp)
         own: list[Any] = []
-        if body is None:
-            channel.broadcast(frame.buffer, wait, lambda: own.extend(self._unpack(None, copy=True)))
-        else:
-            channel.broadcast(frame.buffer, wait)
+
+        def shadow() -> None:
+            self._guard.restore()
+            if body is None:
+                own.extend(self._unpack(None, copy=True))
+
+        channel.broadcast(frame.buffer, wait, shadow)
+        if body is not None:
             channel.broadcast(body, wait, lambda: own.extend(self._unpack(self._own(body, parcel), copy=False)))
         return own
 

@@ -8,8 +8,9 @@ from typing import Any
 from syncstate.definition import MISSING, Definition
 from syncstate.digest import digest_bytes, digest_text
 from syncstate.options import Options
+from syncstate.record import Record
 from syncstate.schedule import Schedule
-from syncstate.state import Record, SharedState
+from syncstate.state import SharedState
 from syncstate.wire.codec import encode
 
 __all__ = ["Agenda", "Entry", "Plan", "differences"]
@@ -37,7 +38,7 @@ class Entry:
         self.schedule = definition.every if definition.every is not None else schedule
         self.timeout = definition.timeout if definition.timeout is not None else timeout
 
-    def described(self) -> dict[str, Any]:
+    def described(self, allow_pickle: bool) -> dict[str, Any]:
         """What must be the same on all ranks."""
         definition = self.definition
         initial = definition.initial
@@ -45,7 +46,7 @@ class Entry:
         return {
             "every": str(self.schedule),
             "spec": spec.__name__ if isinstance(spec, type) else str(spec),
-            "initial": "none" if initial is MISSING else digest_bytes(encode(initial)).hex()[:12],
+            "initial": "none" if initial is MISSING else digest_bytes(encode(initial, allow_pickle=allow_pickle)).hex()[:12],
             "apply": definition.apply is not None,
             "derive": definition.derive is not None,
             "checkpoint": definition.checkpoint,
@@ -69,7 +70,7 @@ class Plan:
         ]
         content: dict[str, Any] = {
             "engine": {**options.agreed(), **more},
-            "values": {entry.name: entry.described() for entry in self.entries},
+            "values": {entry.name: entry.described(state.allow_pickle) for entry in self.entries},
             "config": options.config or {},
         }
         self.text = json.dumps(_flat(content), sort_keys=True)

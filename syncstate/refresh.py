@@ -14,7 +14,7 @@ from syncstate.sources import Failure
 from syncstate.state import SharedState
 from syncstate.stats import Stats
 from syncstate.topology import Topology
-from syncstate.wire.channel import Channel
+from syncstate.wire.channel import Channel, Wait
 
 __all__ = ["Refresh"]
 
@@ -37,6 +37,7 @@ class Refresh:
         self._channel = channel
         self._exchange = exchange
         self._batches: dict[tuple[Entry, ...], Batch] = {}
+        self._unsettled: Batch | None = None
         self._rank = topology.rank
         self._place: dict[str, Any] = {
             "rank": topology.rank,
@@ -47,8 +48,8 @@ class Refresh:
             "is_main": topology.is_main,
         }
 
-    def sync(self, due: Sequence[Entry], place: Mapping[str, Any], stats: Stats) -> Failure | None:
-        """Refresh values on every rank, in one sync; returns why main sent none, if it did not.
+    def sync(self, due: Sequence[Entry], place: Mapping[str, Any], stats: Stats) -> tuple[str, ...] | Failure:
+        """Refresh values on every rank, in one sync; returns their names, or why main sent none.
 
         Args:
             due: Which values; at least one.
@@ -58,9 +59,11 @@ class Refresh:
         Raises:
             SyncStateError: The sync failed for a reason that ends the engine.
         """
-        begun = time.monotonic()
+        begun, collectives = time.monotonic(), self._channel.collectives
         batch = self._batch(due)
         fields = {**self._place, **place}
+        if self._unsettled is not None and self._place["is_main"]:
+            self.settle(fields["step"])
         result = self._exchange.run(batch, fields)
         failed: Sequence[str] = ()
         if isinstance(result, Failure):
@@ -72,8 +75,23 @@ class Refresh:
                 record.sent = value
                 record.steps = steps
             self._hold(batch, result, fields)
-        stats.count(batch.names, failed, self._channel.collectives, time.monotonic() - begun)
-        return result if isinstance(result, Failure) else None
+        stats.count(batch.names, failed, self._channel.collectives - collectives, time.monotonic() - begun)
+        return result if isinstance(result, Failure) else batch.names
+
+    def settle(self, step: int) -> None:
+        """Wait until every rank has applied what it received, if it had anything to apply.
+
+        Args:
+            step: Where training is.
+
+        Raises:
+            SyncStateError: A rank failed to, or did not answer in time.
+        """
+        batch, self._unsettled = self._unsettled, None
+        if batch is not None:
+            self._channel.settle(
+                Wait(f"{batch.label}, waiting until every rank has applied it", step, batch.timeout, time.monotonic())
+            )
 
     def take(self, restored: Sequence[Entry], place: Mapping[str, Any]) -> None:
         """Bring values into force that a checkpoint has put into the records.
@@ -101,6 +119,8 @@ class Refresh:
         for name, apply in batch.applies:
             with self._telling("apply", name, fields["step"]):
                 apply(self._state[name], contexts[name])
+        self._channel.acknowledge()
+        self._unsettled = batch
 
     @contextmanager
     def _telling(self, what: str, name: str, step: int) -> Iterator[None]:

@@ -133,7 +133,9 @@ class Run:
         _log.warning("start: the ranks loaded different checkpoints (%s); all take that of rank %d", told, ranks[0])
         return parse(content)
 
-    def sync(self, call: str, due: Sequence[Entry], place: Mapping[str, Any], stats: Stats) -> Failure | None:
+    def sync(
+        self, call: str, due: Sequence[Entry], place: Mapping[str, Any], stats: Stats
+    ) -> tuple[str, ...] | Failure:
         """Refresh what is due, in one sync; while nothing is, hear of failures on other ranks.
 
         Args:
@@ -143,7 +145,7 @@ class Run:
             stats: Where a sync is counted.
 
         Returns:
-            Why main sent no values, if it did not.
+            The names of the values that came into force, or why main sent none.
 
         Raises:
             SyncStateError: A failure that ends the engine.
@@ -154,12 +156,13 @@ class Run:
                 note = self._channel.news(place["step"])
                 if note is not None:
                     raise note.error()
-                return None
-            failure = self._refresh.sync(due, place, stats)
+                return ()
+            result = self._refresh.sync(due, place, stats)
         if self._sink is not None:
             names = [entry.name for entry in due]
-            self.event("failed" if failure else "sync", step=place["step"], epoch=place["epoch"], names=names)
-        return failure
+            what = "failed" if isinstance(result, Failure) else "sync"
+            self.event(what, step=place["step"], epoch=place["epoch"], names=names)
+        return result
 
     def cause(self) -> BaseException | None:
         """Main's own exception behind the last failure, once."""
@@ -176,7 +179,9 @@ class Run:
         return note
 
     def close(self, step: int) -> None:
-        """Leave in good order: sign off and drop the group."""
+        """Leave in good order: hear that all ranks could apply what they received, sign off, and drop the group."""
+        with _Part(self, "close", step):
+            self._refresh.settle(step)
         self.event("close", step=step)
         self._channel.sign_off(step)
         self.ended = ConfigError("the engine is closed; call start(step, epoch) to begin again")

@@ -1,68 +1,22 @@
 """What every rank holds: a read-only mapping of shared values. Reading it never communicates."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 
 from syncstate.context import Context
 from syncstate.definition import MISSING, Definition, Source, define
 from syncstate.errors import ConfigError, NotReady
+from syncstate.observed import Ring
+from syncstate.record import Info, Record
 from syncstate.schedule import Schedule, whole
 from syncstate.spec import TensorSpec
-from syncstate.wire.codec import encode
 
-__all__ = ["Info", "Record", "Shared", "SharedState"]
+__all__ = ["Shared", "SharedState"]
 
 T = TypeVar("T")
-
-
-class Info(NamedTuple):
-    """What is known of a value without looking at it.
-
-    Attributes:
-        version: How often it was refreshed; 0 is the initial value or none.
-        computed_at: The step of the engine call that computed it; None before the first.
-        applied_at: The step of the engine call that put it into force; None before the first.
-        nbytes: Size of the encoded value; 0 before the first.
-    """
-
-    version: int = 0
-    computed_at: int | None = None
-    applied_at: int | None = None
-    nbytes: int = 0
-
-
-class Record:
-    """What the engine keeps of a value beside the value itself.
-
-    Attributes:
-        version: How often it was refreshed.
-        steps: (computed at, applied at).
-        sent: The value as main sent it; what this rank holds may be derived from it.
-    """
-
-    __slots__ = ("nbytes", "sent", "steps", "version")
-
-    def __init__(self) -> None:
-        self.version = 0
-        self.steps: tuple[int | None, int | None] = (None, None)
-        self.sent: Any = None
-        self.nbytes: tuple[int, int] = (0, 0)  # (version, size): measured when somebody asks, not in every sync
-
-    def put(self, sent: Any, steps: tuple[int, int], version: int) -> None:
-        """A value comes into force."""
-        self.version = version
-        self.sent = sent
-        self.steps = steps
-
-    def info(self, allow_pickle: bool) -> Info:
-        """The record as users see it."""
-        if self.nbytes[0] != self.version:
-            self.nbytes = (self.version, len(encode(self.sent, allow_pickle=allow_pickle)))
-        return Info(self.version, *self.steps, self.nbytes[1])
 
 
 class Shared(Generic[T]):
@@ -133,8 +87,7 @@ class SharedState(Mapping[str, Any]):
         self._definitions: dict[str, Definition] = {}
         self._values: dict[str, Any] = {}
         self._records: dict[str, Record] = {}
-        self._observed: dict[str, deque[torch.Tensor]] = {}
-        self._observed_numbers: dict[str, int] = {}
+        self._observed: dict[str, Ring] = {}
         self._in_use = False
         for name, source in (values or {}).items():
             self.add(name, source)
@@ -306,26 +259,14 @@ class SharedState(Mapping[str, Any]):
         """
         if name not in self._definitions:
             raise self._absent(name)
-        numbers = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-        numbers = numbers.reshape(-1)[-self._capacity :]
-        if not numbers.numel():
-            return
-        ring = self._observed.setdefault(name, deque())
-        # Copied after it is cut, so that no more memory than the capacity is held.
-        ring.append(numbers.to(torch.float32 if numbers.dtype != torch.float64 else torch.float64, copy=True))
-        held = self._observed_numbers.get(name, 0) + ring[-1].numel()
-        while held - ring[0].numel() >= self._capacity:
-            held -= ring.popleft().numel()
-        self._observed_numbers[name] = held
+        self._observed.setdefault(name, Ring(self._capacity)).push(value)
 
     def observed(self, name: str) -> torch.Tensor:
         """What this rank observed under a name, oldest first: 1-D floats on the CPU, at most `observe_capacity`."""
         if name not in self._definitions:
             raise self._absent(name)
         ring = self._observed.get(name)
-        if not ring:
-            return torch.empty(0)
-        return torch.cat([part.cpu() for part in ring])[-self._capacity :]
+        return torch.empty(0) if ring is None else ring.numbers()
 
     def definition(self, name: str) -> Definition:
         """What was declared under a name."""

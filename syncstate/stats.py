@@ -43,11 +43,11 @@ class Stats(Mapping[str, Counters]):
         Args:
             names: The values that were due.
             failed: Those that failed; empty when values came.
-            collectives: How many collectives the channel has issued so far.
+            collectives: How many collectives it took.
             seconds: What the sync took on this rank.
         """
         self.syncs += 1
-        self.collectives = collectives
+        self.collectives += collectives
         self.seconds += seconds
         self._synced[names] = self._synced.get(names, 0) + (not failed)
         if failed:

@@ -14,13 +14,13 @@ def identical(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return a.dtype is b.dtype and a.shape == b.shape and a.device == b.device and tensor_bits(a) == tensor_bits(b)
+        return bool((a.dtype, a.shape, a.device, tensor_bits(a)) == (b.dtype, b.shape, b.device, tensor_bits(b)))
     if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        return bool((a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()))
     if isinstance(a, (np.str_, np.bytes_)):
         return bool(a == b) and len(a) == len(b)
     if isinstance(a, np.generic):
-        return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+        return bool((a.dtype, a.tobytes()) == (b.dtype, b.tobytes()))
     if isinstance(a, float):
         return struct.pack("<d", a) == struct.pack("<d", b)
     if isinstance(a, complex):

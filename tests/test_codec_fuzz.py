@@ -5,6 +5,7 @@ import pickle
 import struct
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -29,7 +30,8 @@ texts = st.text(st.characters(exclude_categories=()), max_size=8)
 complexes = st.builds(complex, st.floats(), st.floats())
 integers = st.integers() | st.integers(-(2**70), 2**70)
 plain_paths = st.text("ab/.\ud800 ", max_size=6)
-paths = st.builds(pathlib.Path, plain_paths) | st.builds(pathlib.PureWindowsPath, plain_paths)
+windows_paths = st.builds(pathlib.PureWindowsPath, plain_paths).filter(lambda p: pathlib.PureWindowsPath(str(p)) == p)
+paths = st.builds(pathlib.Path, plain_paths) | windows_paths
 keys = st.none() | st.booleans() | integers | st.floats() | complexes | texts | st.binary(max_size=8) | paths
 hashables = st.recursive(
     keys, lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3), max_leaves=6
@@ -148,12 +150,12 @@ def test_changed_bytes_do_no_harm(value: Any, data: st.DataObject) -> None:
 
 @SETTINGS
 @given(values, st.data())
-def test_cut_bytes_are_refused(value: Any, data: st.DataObject) -> None:
+def test_cut_and_lengthened_bytes_are_refused(value: Any, data: st.DataObject) -> None:
     whole = encode(value)
-    assert isinstance(
-        attempt(lambda: decode(whole[: data.draw(st.integers(0, len(whole) - 1))]), len(whole)), CodecError
-    )
-    assert isinstance(attempt(lambda: decode(whole + b"\0"), len(whole)), CodecError)
+    cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    longer = whole + data.draw(st.binary(min_size=1, max_size=100))
+    for changed in (cut, longer):
+        assert isinstance(attempt(partial(decode, changed), len(changed)), CodecError)
 
 
 heads = st.builds(
@@ -226,7 +228,7 @@ FORGED: dict[str, tuple[bytes, bytes, str]] = {
         "8 \\+ 0 are used",
     ),
     "array with few bits": (with_bits(bytes(7), extension(Code.ARRAY, head(b"<f4", 2))), b"", "buffer is too small"),
-    "bits without tensor": (with_bits(b"x", b"\xc0"), b"", "0 \\+ 0 are used"),
+    "bits without tensor": (with_bits(b"x", b"\xc0"), b"", r"0 \+ 0 are used"),
     "more bits claimed than sent": (BITS_PREFIX.pack(BITS_FIRST, 2**63) + b"\xc0", b"", "ValueError|OverflowError"),
     "negative shape": (extension(Code.TENSOR, head(b"float32", -2, -2)), b"", "negative dimension"),
     "overflowing shape": (extension(Code.TENSOR, head(b"float32", 2**62, 4)), b"", "more are needed"),
@@ -254,7 +256,7 @@ FORGED: dict[str, tuple[bytes, bytes, str]] = {
     "deeper": (b"\x91" * 100_000 + b"\xc0", b"", f"nested deeper than {MAX_DEPTH}"),
     "nested claims": (b"\xdd\x00\x01\x00\x00" * 1000 + b"\xc0" * 66_000, b"", "incomplete|nested|OutOfData"),
     "long claim": (b"\xdd\xff\xff\xff\xff", b"", "exceeds"),
-    "long text": (b"\xdb\xff\xff\xff\xff", b"", "exceeds"),
+    "long text": (b"\xdb\xff\xff\xff\xff", b"", "incomplete"),
     "pickle": (extension(Code.PICKLE, pickle.dumps(1)), b"", "holds a pickle"),
 }
 

@@ -3,7 +3,12 @@
 import json
 from pathlib import Path
 
-from hydra_project import run_in, write_project
+import hydra
+import pytest
+from hydra.errors import InstantiationException
+from hydra_project import compose_in, run_in, write_project
+
+from syncstate.lightning import SyncStateCallback
 
 CALLBACK = "callbacks=[default,syncstate]"
 SEED = "syncstate/values=[seed]"
@@ -30,8 +35,9 @@ def test_ranks_of_lightnings_launcher_share_values_and_one_directory(tmp_path: P
     assert {t["output_dir"] for t in told} == {str(project / "logs" / "night")}
 
 
-def test_an_impossible_setting_ends_the_training_before_it_starts(tmp_path: Path) -> None:
+def test_an_impossible_setting_fails_before_there_is_a_trainer(tmp_path: Path) -> None:
     project = write_project(tmp_path)
-    done = run_in(project, "src/train.py", CALLBACK, "syncstate.schedule.steps=0")
-    assert done.returncode == 1
-    assert "steps must be a whole number of at least 1, got 0" in done.stderr
+    good, bad = (compose_in(project, CALLBACK, f"syncstate.schedule.steps={steps}").callbacks for steps in (1, 0))
+    assert isinstance(hydra.utils.instantiate(good.syncstate), SyncStateCallback)
+    with pytest.raises(InstantiationException, match="steps must be a whole number of at least 1, got 0"):
+        hydra.utils.instantiate(bad.syncstate)

@@ -85,9 +85,10 @@ def test_flat_bytes_share_contiguous_memory_and_copy_the_rest() -> None:
 
 
 def test_tensors_without_memory_are_refused() -> None:
-    freed = torch.ones(3)
-    freed.untyped_storage().resize_(0)
-    for tensor in (freed, freed[1:], freed[::2]):
+    whole = torch.ones(3)
+    parts = [whole, whole[1:], whole[::2]]
+    whole.untyped_storage().resize_(0)
+    for tensor in parts:
         with pytest.raises(ValueError, match="freed"):
             digest_tensor(tensor)
     with pytest.raises(ValueError, match="meta"):

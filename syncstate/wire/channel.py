@@ -19,6 +19,7 @@ __all__ = ["Channel", "Wait"]
 _SLICE = timedelta(milliseconds=100)
 _LONGEST_SETUP = 60.0
 _SPARE_SECONDS = 30.0
+_LONGEST_PAUSE = 0.05
 
 
 class Channel:
@@ -40,6 +41,8 @@ class Channel:
     def __init__(self, topology: Topology, meeting: Meeting | None, timeout: float) -> None:
         self.topology = topology
         self.collectives = 0
+        self._acknowledged = 0
+        self._limits: dict[float, timedelta] = {}  # one for each timeout of the plan
         self._group: Any = None
         self._board: NoteBoard | None = None
         self._sockets: Sockets | None = None
@@ -72,7 +75,9 @@ class Channel:
             return
         self.collectives += 1
         # The operation outlives our own deadline, because one that times out by itself closes the connection.
-        limit = timedelta(seconds=wait.timeout + _SPARE_SECONDS)
+        limit = self._limits.get(wait.timeout)
+        if limit is None:
+            limit = self._limits[wait.timeout] = timedelta(seconds=wait.timeout + _SPARE_SECONDS)
         try:
             work = group.broadcast(buffer, self.topology.main if root is None else root, limit)
         except RuntimeError as error:
@@ -94,6 +99,37 @@ class Channel:
                 raise board.hear(wait.step).error()
             if time.monotonic() - wait.begun >= wait.timeout:
                 raise late(wait, board, self.topology).error()
+
+    def acknowledge(self) -> None:
+        """Say that this rank has done what it can fail at by itself after a broadcast; see `settle`."""
+        if self._board is not None:
+            self._acknowledged += 1
+            self._board.acknowledge(1)
+
+    def settle(self, wait: Wait) -> None:
+        """Wait until every rank has acknowledged as often as this one.
+
+        A broadcast tells main nothing about its receivers. Where they can fail, main asks before it sends again, and
+        every rank before it leaves; by then the others have long answered.
+
+        Args:
+            wait: What to say when it fails.
+
+        Raises:
+            SyncStateError: A rank failed or did not answer.
+        """
+        board, pause = self._board, 0.001
+        if board is None:
+            return
+        while board.acknowledge(0) < self._acknowledged * self.topology.world_size:
+            if board.alarmed():
+                raise board.hear(wait.step).error()
+            if board.lost is not None:
+                raise broken(wait, board, self.topology, RuntimeError(board.lost)).error()
+            if time.monotonic() - wait.begun >= wait.timeout:
+                raise late(wait, board, self.topology).error()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def news(self, step: int) -> Note | None:
         """The note of a failure, if a rank has left one. One short question to the store.

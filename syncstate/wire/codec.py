@@ -87,8 +87,8 @@ def decode(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) 
     except (TypeError, ValueError, struct.error) as error:
         raise CodecError(f"cannot decode: not bytes that encode() wrote ({error})") from error
     end = _PREFIX.size + length
-    if magic != _MAGIC or zero or end > len(view):
-        raise CodecError(f"cannot decode {len(view)} bytes: not bytes that encode() wrote, or cut off")
+    if magic != _MAGIC or zero or end > len(view) or end < len(view) <= aligned(end):
+        raise CodecError(f"cannot decode {len(view)} bytes: not what encode() wrote, cut off, or with more behind it")
     region = view[aligned(end) :] if end < len(view) else None
     return unpack_tree(view[_PREFIX.size : end], region, True, allow_pickle)
 

@@ -100,7 +100,8 @@ class Frame:
         """
         tree, region = parcel.tree, parcel.blob_bytes
         tree_end = align(len(tree)) if region else len(tree)
-        if tree_end + region > self._max_bytes:
+        # An error fits the frame, and must get through however little is allowed.
+        if kind is Kind.VALUES and tree_end + region > self._max_bytes:
             raise CodecError(
                 f"the values of this sync take {tree_end + region} bytes, more than max_bytes={self._max_bytes}; "
                 "share less or give the engine a larger max_bytes on every rank"
@@ -167,7 +168,7 @@ class Frame:
         )
         if kind not in (Kind.VALUES, Kind.ERROR) or tree < 1 or region < 0 or body < 0 or not placed:
             raise CodecError(f"received a frame with impossible lengths: {lengths}")
-        if inside > self._max_bytes:
+        if inside > self._max_bytes and (body or kind == Kind.VALUES):
             raise CodecError(f"received a frame that announces {inside} bytes, more than max_bytes={self._max_bytes}")
         self._lengths = (raw, lengths)
         return lengths

@@ -30,6 +30,7 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
     def get(self, key: str, /) -> bytes: ...
     def set(self, key: str, value: str, /) -> None: ...
+    def add(self, key: str, amount: int, /) -> int: ...
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
@@ -123,6 +124,14 @@ class NoteBoard:
             seen = self._steps("seen")
         left = self._steps("left")
         return seen, [rank for rank in range(self._world_size) if rank not in seen and rank not in left]
+
+    def acknowledge(self, amount: int) -> int:
+        """Count an acknowledgement of this rank; returns those of all ranks, with `amount` 0 without adding one."""
+        try:
+            return self._store.add("acknowledged", amount)
+        except RuntimeError as error:
+            self._lose(error)
+            return 0
 
     def sign_off(self, step: int) -> None:
         """Tell the others that this rank has ended in good order, and at which step."""

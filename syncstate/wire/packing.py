@@ -20,6 +20,7 @@ __all__ = ["Packing"]
 
 # Looked up once: these are read for each tensor.
 _Tensor = torch.Tensor
+_Parameter = torch.nn.Parameter
 _TENSOR_LAYOUTS = arrays.TENSOR_LAYOUTS
 _COMPLEX_BITS = struct.Struct("<dd")
 
@@ -51,7 +52,7 @@ class Packing:
     def convert(self, value: Any) -> Any:
         """Returns `value` as an extension or a marked list; msgpack calls it for each type it does not know."""
         kind = type(value)
-        if kind is _Tensor:
+        if kind is _Tensor or kind is _Parameter:
             # The common case costs only attributes of the tensor: any operation would take longer than all of this.
             try:
                 layout = _TENSOR_LAYOUTS.get((value.dtype, value.shape))
@@ -136,6 +137,12 @@ def _text(code: int) -> Callable[[Packing, Any], Any]:
     return lambda _, path: msgpack.ExtType(code, str(path).encode("utf-8", "surrogatepass"))
 
 
+def _windows_path(packing: Packing, value: pathlib.PureWindowsPath) -> Any:
+    if pathlib.PureWindowsPath(str(value)) != value:
+        raise CodecError(f"pathlib reads its own text {str(value)!r} as another path")
+    return _text(Code.PURE_WINDOWS_PATH)(packing, value)
+
+
 def _set(code: int) -> Callable[[Packing, Any], Any]:
     mark = msgpack.ExtType(code, b"")
     return lambda packing, items: [mark, *packing.in_order(items)]
@@ -162,7 +169,7 @@ _HANDLERS: dict[type, Callable[[Packing, Any], Any]] = {
     complex: _complex,
     type(pathlib.Path()): _text(Code.PATH),
     pathlib.PurePosixPath: _text(Code.PURE_POSIX_PATH),
-    pathlib.PureWindowsPath: _text(Code.PURE_WINDOWS_PATH),
+    pathlib.PureWindowsPath: _windows_path,
     tuple: lambda _, items: [_TUPLE, *items],
     set: _set(Code.SET),
     frozenset: _set(Code.FROZENSET),

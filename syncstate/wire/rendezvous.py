@@ -18,6 +18,7 @@ __all__ = ["Meeting", "meet"]
 
 _POLL_SECONDS = 0.005
 _LONGEST_PAUSE = 0.1  # many ranks that wait long must not keep the store busy
+_NO_TOKEN = "-"  # no rank's token; what the store answers where there is none
 
 
 class Meeting:
@@ -128,9 +129,10 @@ def _gather(store: Any, topology: Topology, timeout: float) -> tuple[str, list[i
         for rank in sorted(absent):
             if store.check([f"{place}/here/{rank}"]):
                 absent.discard(rank)
-            elif store.check([f"want/{rank}"]):
-                token = store.get(f"want/{rank}").decode()
-                if answered.get(rank) != token:
+            else:
+                # Not check and get: the rank may take its token back in between, and then a get waits for ever.
+                token = store.compare_set(f"want/{rank}", _NO_TOKEN, _NO_TOKEN).decode()
+                if token not in (_NO_TOKEN, answered.get(rank)):
                     store.set(f"go/{token}", place)
                     answered[rank] = token
         if absent:

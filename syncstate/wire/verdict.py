@@ -72,8 +72,8 @@ def late(wait: Wait, board: NoteBoard, topology: Topology) -> Note:
         who = "all ranks answer: " + ", ".join(f"rank {r} at step {step}" for r, step in sorted(seen.items()))
     hint = f"; rank {main} is the main process and computes before it sends" if main in silent else ""
     text = (
-        f"{wait}: rank {rank} waited {wait.timeout:g} s; {who}{hint}. If this is expected, give the value or the engine a "
-        "larger timeout"
+        f"{wait}: rank {rank} waited {wait.timeout:g} s; {who}{hint}. If this is expected, give the value or the "
+        "engine a larger timeout"
     )
     return board.post(Note("timeout", rank, wait.step, text))
 

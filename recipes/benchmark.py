@@ -1,0 +1,90 @@
+"""The figures that syncstate wants to reach, measured on this machine, beside what people use today. Gloo on loopback.
+
+Each run starts fresh ranks, measures every row, and takes the median over its repetitions of the slowest rank's time.
+Ratios are taken within a run; the figure is the median of the runs. What else the machine does goes into the numbers,
+so the load is written beside them.
+
+    python recipes/benchmark.py
+    python recipes/benchmark.py world_sizes=[2] 'rows=[scalars,idle]' peers=false
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import hydra
+from bench_lab import Lab, Reading, Settings
+from bench_picture import draw
+from bench_ranks import run_on_ranks
+from bench_report import Figure, Machine, combine, table, write_json
+from bench_rows import ROWS
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+__all__ = ["main"]
+
+
+def measure(rows: list[str], settings: Settings) -> dict[str, list[Reading]]:
+    """One run, on one rank: the readings of each row."""
+    found = {}
+    for name in rows:
+        lab = Lab(settings)
+        ROWS[name].measure(lab)
+        found[name] = lab.readings
+    return found
+
+
+def measure_all(cfg: DictConfig) -> list[Figure]:
+    """All runs on all numbers of ranks; a slow change of the machine's load meets every number of ranks."""
+    settings = Settings(**{key: cfg[key] for key in Settings.__dataclass_fields__})
+    rows, sizes = list(cfg.rows), list(cfg.world_sizes)
+    readings: dict[int, list[dict[str, list[Reading]]]] = {ranks: [] for ranks in sizes}
+    for run in range(cfg.runs):
+        for ranks in sizes:
+            begun = time.monotonic()
+            found = run_on_ranks(measure, ranks, rows, settings, threads=cfg.threads, timeout=cfg.timeout)
+            readings[ranks].append(found)
+            print(f"run {run + 1} of {cfg.runs}, {ranks} ranks: {time.monotonic() - begun:.0f} s", flush=True)
+    return [figure for name in rows for ranks in sizes for figure in combine(name, ranks, readings[ranks])]
+
+
+def check(cfg: DictConfig) -> None:
+    """End on an impossible setting, before any rank is started."""
+    unknown = [name for name in cfg.rows if name not in ROWS]
+    if unknown:
+        sys.exit(f"rows: no row {unknown[0]!r}; there are {', '.join(ROWS)}")
+    least = {"runs": 1, "repetitions": 1, "peer_repetitions": 1, "blocks": 1, "calls": 1, "threads": 1}
+    for key, smallest in least.items():
+        if cfg[key] < smallest:
+            sys.exit(f"{key} must be at least {smallest}, got {cfg[key]}")
+    _check_all("world_sizes", cfg.world_sizes, 2)
+    _check_all("small and indices", (cfg.small, cfg.indices), 1)
+
+
+def _check_all(key: str, numbers: Iterable[int], smallest: int) -> None:
+    for number in numbers:
+        if number < smallest:
+            sys.exit(f"{key} must be at least {smallest}, got {number}")
+
+
+@hydra.main(version_base="1.3", config_path="../configs/experiment", config_name="benchmark")
+def main(cfg: DictConfig) -> None:
+    """Measure, then write the table, the JSON file and the picture into the run directory."""
+    check(cfg)
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    load = os.getloadavg()[0]
+    begun = time.monotonic()
+    figures = measure_all(cfg)
+    machine = Machine.here(load, time.monotonic() - begun)
+    text = table(figures, machine)
+    print(f"\n{text}\n")
+    (folder / "benchmark.txt").write_text(text + "\n")
+    write_json(folder / "benchmark.json", figures, machine, OmegaConf.to_container(cfg, resolve=True))
+    draw(folder / "benchmark.png", figures, machine)
+    print(f"written to {folder}: benchmark.txt, benchmark.json, benchmark.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Numbers that a rank observes between syncs, such as losses: a bounded ring of detached tensors."""
+
+from collections import deque
+from typing import Any
+
+import torch
+
+__all__ = ["Ring"]
+
+
+class Ring:
+    """The newest numbers of one rank, oldest first.
+
+    Args:
+        capacity: How many numbers are kept.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._parts: deque[torch.Tensor] = deque()
+        self._held = 0
+
+    def push(self, value: Any) -> None:
+        """Add a tensor of any shape, or a number. Detached and copied; does not wait for the device."""
+        numbers = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+        numbers = numbers.reshape(-1)[-self._capacity :]
+        if not numbers.numel():
+            return
+        # Copied after it is cut, so that no more memory than the capacity is held.
+        self._parts.append(numbers.to(torch.float32 if numbers.dtype != torch.float64 else torch.float64, copy=True))
+        self._held += self._parts[-1].numel()
+        while self._held - self._parts[0].numel() >= self._capacity:
+            self._held -= self._parts.popleft().numel()
+
+    def numbers(self) -> torch.Tensor:
+        """All that is kept: 1-D, on the CPU."""
+        return torch.cat([part.cpu() for part in self._parts])[-self._capacity :] if self._parts else torch.empty(0)
