@@ -12,15 +12,11 @@ matplotlib.use("Agg")  # to a file, also where there is no display
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 __all__ = ["draw"]
 
-_LABELS = {
-    "x": "time over one raw broadcast of the same bytes; nothing can be much below 1",
-    "us": "microseconds of one call",
-    "collectives": "collectives, as torch's profiler counts them",
-}
+_LABELS = {"x": "ratio", "us": "microseconds", "collectives": "number"}
 _COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown")
 _INCHES = 0.3  # of a line
 _SPREAD = 0.5  # of a line, over which the numbers of ranks are spread
@@ -79,13 +75,17 @@ class _Panel:
 
     def draw(self, axes: Axes, colors: dict[int, str], *, head: bool) -> None:
         """Draw the panel; `head` asks for the titles of the columns beside it."""
-        axes.set(ylim=(self.lines - 0.4, -0.6), xlabel=_LABELS[self.unit])
+        measured = "; ".join(dict.fromkeys(ROWS[row].measured for row in self.heads))
+        axes.set(ylim=(self.lines - 0.4, -0.6), xlabel=f"{_LABELS[self.unit]}: {measured}")
         axes.set_yticks(list(self.places.values()), [contender for _, contender in self.places])
         axes.tick_params(axis="y", length=0)
+        ours = {(figure.row, figure.contender) for figure in self.figures if figure.target is not None}
+        for place, label in zip(self.places, axes.get_yticklabels(), strict=True):
+            label.set_fontweight("bold" if place in ours else "normal")
         axes.spines[["top", "right", "left"]].set_visible(False)
         for row, line in self.heads.items():
             axes.text(-0.005, line, ROWS[row].title, transform=axes.get_yaxis_transform(),
-                      ha="right", va="center", weight="bold")  # fmt: skip
+                      ha="right", va="center", fontsize=11, color="0.35", style="italic")  # fmt: skip
         for line in self.places.values():
             axes.axhspan(line - 0.42, line + 0.42, color="0.96", zorder=0)
         self._scale(axes)
@@ -94,8 +94,7 @@ class _Panel:
             self._point(axes, figure, sizes.index(figure.ranks), len(sizes), colors[figure.ranks])
         if head:
             for index, ranks in enumerate(sizes):
-                axes.text(_column(index), -0.2, f"{ranks} ranks", transform=axes.get_yaxis_transform(),
-                          ha="right", va="center", color=colors[ranks], fontsize=9)  # fmt: skip
+                _beside(axes, index, 0, f"{ranks} ranks", colors[ranks])
 
     def _scale(self, axes: Axes) -> None:
         """A logarithmic axis where the numbers span more than one order of magnitude."""
@@ -104,7 +103,9 @@ class _Panel:
         if high > 10 * low:
             axes.set_xscale("log")
             axes.set_xlim(low / 1.4, high * 1.4)
+            axes.xaxis.set_major_locator(LogLocator(subs=(1,) if high > 1000 * low else (1, 2, 5)))
             axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:g}"))
+            axes.xaxis.set_minor_locator(NullLocator())
         else:
             axes.set_xlim(0, 1.15 * high)
         if self.unit == "x":
@@ -122,13 +123,15 @@ class _Panel:
         if figure.target is not None:
             half = step / 2 + 0.08
             axes.plot([figure.target] * 2, [y - half, y + half], color="black", linewidth=1.8, zorder=3)
-        axes.text(_column(index), self.places[figure.row, figure.contender], told(figure.value, self.unit),
-                  transform=axes.get_yaxis_transform(), ha="right", va="center", color=color, fontsize=9)  # fmt: skip
+        _beside(axes, index, self.places[figure.row, figure.contender], told(figure.value, self.unit), color)
 
 
-def _column(index: int) -> float:
-    """Where the numbers of a column end, right of the panel."""
-    return 1.08 + 0.09 * index
+def _beside(axes: Axes, column: int, line: int, text: str, color: str) -> None:
+    """Write into a column right of the panel, as wide whatever the panel's width is."""
+    axes.annotate(
+        text, (1, line), xytext=(55 + 55 * column, 0), xycoords=axes.get_yaxis_transform(), textcoords="offset points",
+        ha="right", va="center", color=color, fontsize=9, annotation_clip=False,
+    )  # fmt: skip
 
 
 def _legend(picture: Any, sizes: Sequence[int], colors: dict[int, str], missed: bool) -> None:

@@ -21,7 +21,7 @@ __all__ = ["Figure", "Machine", "combine", "table", "told", "write_json"]
 
 _OTHERS = ("accelerate", "lightning", "pytorch-ignite")
 _HEAD = ["", "ranks", "figure", "to reach", "", "runs", "quartiles", "time", "baseline"]
-_RIGHT = [heading not in ("", "runs", "quartiles") for heading in _HEAD]  # aligned
+_SIDES = "<>>><<<>>"  # to which the columns are aligned
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def table(figures: Sequence[Figure], machine: Machine) -> str:
     for number, line in enumerate(cells):
         if number in titles:
             lines += ["", titles[number]]
-        aligned = (cell.rjust(w) if right else cell.ljust(w) for cell, w, right in zip(line, widths, _RIGHT, strict=True))
+        aligned = (f"{cell:{side}{w}}" for cell, side, w in zip(line, _SIDES, widths, strict=True))
         lines.append("  " + "  ".join(aligned).rstrip())
     ours = [figure for figure in figures if figure.reached is not None]
     reached = sum(figure.reached is True for figure in ours)
@@ -174,8 +174,8 @@ def table(figures: Sequence[Figure], machine: Machine) -> str:
     lines.append(f"{machine.system}, python {machine.python}, {versions}")
     if machine.load_before > 0.5:
         lines.append(
-            f"Other programs kept this machine busy (load {machine.load_before:.1f} before the start): the ranks waited "
-            "for processors, and the figures are larger and vary more than on a quiet machine."
+            f"Other programs kept this machine busy (load {machine.load_before:.1f} before the start), and the ranks "
+            "waited for processors: the figures are larger and vary more than on a quiet machine."
         )
     return "\n".join(lines)
 
@@ -189,8 +189,12 @@ def _line(figure: Figure) -> list[str]:
         told(figure.value, unit),
         "" if figure.target is None else f"<= {told(figure.target, unit)}",
         {None: "", True: "reached", False: "MISSED"}[figure.reached],
-        "" if counted else f"{told(min(figure.runs), unit)} to {told(max(figure.runs), unit)}",
-        "" if counted else f"{told(figure.low, unit)} to {told(figure.high, unit)}",
+        "" if counted else _span(min(figure.runs), max(figure.runs), unit),
+        "" if counted else _span(figure.low, figure.high, unit),
         "" if figure.seconds is None or unit == "us" else f"{1000 * figure.seconds:.3f} ms",
         "" if figure.baseline is None else f"{1000 * figure.baseline:.3f} ms",
     ]
+
+
+def _span(low: float, high: float, unit: str) -> str:
+    return f"{told(low, unit).split()[0]} to {told(high, unit)}"

@@ -52,6 +52,8 @@ def measure_all(cfg: DictConfig) -> list[Figure]:
 
 def check(cfg: DictConfig) -> None:
     """End on an impossible setting, before any rank is started."""
+    if "RANK" in os.environ:
+        sys.exit("the benchmark starts its ranks itself: run it with python, not with torchrun or another launcher")
     unknown = [name for name in cfg.rows if name not in ROWS]
     if unknown:
         sys.exit(f"rows: no row {unknown[0]!r}; there are {', '.join(ROWS)}")

@@ -11,18 +11,30 @@ import zlib
 from collections.abc import Callable, Sized
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from syncstate import SharedState
 from syncstate.wire import decode, encode
 
-__all__ = ["agreement", "is_rank", "join_run", "start_ranks"]
+__all__ = ["agreement", "is_rank", "join_run", "lacks_ranks", "start_ranks"]
+
+# Where launchers write the rank: torchrun and `accelerate launch`, then mpirun of three makes.
+_RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
 
 def is_rank() -> bool:
-    """Whether a launcher, or `start_ranks`, started this process as a rank."""
-    return "RANK" in os.environ
+    """Whether a launcher, or `start_ranks`, started this process as one of the ranks."""
+    return any(name in os.environ for name in _RANK)
+
+
+def lacks_ranks() -> bool:
+    """Whether this is the one process that `accelerate launch --cpu --num_processes N` starts, whatever N is.
+
+    It sets the address at which the ranks are to meet, and leaves starting the others to mpirun.
+    """
+    return "MASTER_PORT" in os.environ and not is_rank()
 
 
 def join_run() -> None:
@@ -33,7 +45,7 @@ def join_run() -> None:
     """
     if "RUN_ID" not in os.environ:
         os.environ["RUN_ID"] = _agreed(time.strftime("%Y-%m-%d_%H-%M-%S"))
-    if int(os.environ.get("RANK", "0")) > 0:
+    if next((os.environ[name] for name in _RANK if name in os.environ), "0") != "0":
         sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
 
 
@@ -42,7 +54,7 @@ def _agreed(name: str) -> str:
     if not is_rank():
         return name
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        sys.exit("the launcher has no store in which its ranks could agree on a run directory: set RUN_ID to any name, once for all")
+        sys.exit("this launcher has no store in which its ranks could agree on a run directory: set RUN_ID for all of them")
     # The store of torchrun, which `accelerate launch` uses too. It is up before the ranks are, and outlives them.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     return store.compare_set("run_id", "", name).decode()  # sets it if nobody has
@@ -57,12 +69,13 @@ def start_ranks(function: Callable[..., None], ranks: int, *args: Any) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.start_processes(_rank, (ranks, port, function, args), nprocs=ranks, start_method="spawn")
+    mp.start_processes(_run_rank, (ranks, port, function, args), nprocs=ranks, start_method="spawn")
 
 
-def _rank(rank: int, ranks: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _run_rank(rank: int, ranks: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     function(*args)
 
 

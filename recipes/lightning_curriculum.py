@@ -189,10 +189,9 @@ def report(cfg: DictConfig, with_: list[History], without: list[History]) -> str
         gains.append(100 * (b.accuracies[-1] - a.accuracies[-1]))
         lines.append(f"{seed:<4} {a.accuracies[-1]:>9.1%} {b.accuracies[-1]:>9.1%}  {gains[-1]:+5.1f} points")
     mean = sum(gains) / len(gains)
-    lines.append(
-        f"with the curriculum the accuracy is {abs(mean):.1f} points {'higher' if mean >= 0 else 'LOWER'}, "
-        f"the mean of {len(gains)} seed{'s' if len(gains) > 1 else ''} (from {min(gains):+.1f} to {max(gains):+.1f})"
-    )
+    lines.append(f"with the curriculum the accuracy is {abs(mean):.1f} points {'LOWER' if mean < 0 else 'higher'}")
+    if len(gains) > 1:
+        lines[-1] += f", the mean of {len(gains)} seeds (from {min(gains):+.1f} to {max(gains):+.1f})"
     best = {name: sum(max(h.accuracies) for h in runs) / len(runs) for name, runs in (("without", without), ("with", with_))}
     lines.append(
         f"stopped at the best epoch, which only clean test data can tell: without {best['without']:.1%}, with {best['with']:.1%}"

@@ -82,12 +82,14 @@ def parse(content: Any) -> Restored:
         raise ConfigError(
             f"load_state_dict: the state has version {content['version']!r}, this syncstate reads version {_VERSION}"
         )
-    values = content["values"]
-    summary = [str(list(content["seen"]))]
-    for name in sorted(values):
-        value = values[name]
-        summary.append(f"{name} {value['version']} {value['computed_at']} {digest_bytes(_bytes(value['data'])).hex()}")
-    seen = (int(content["seen"][0]), int(content["seen"][1]))
+    try:
+        seen = (int(content["seen"][0]), int(content["seen"][1]))
+        summary = [str(seen)]  # without the sources' own states, which only main has
+        for name, value in sorted(content["values"].items()):
+            steps = f"{value['version']} {value['computed_at']} {value['applied_at']}"
+            summary.append(f"{name} {steps} {digest_bytes(_bytes(value['data'])).hex()}")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"load_state_dict: the state is damaged: {type(error).__name__}: {error}") from error
     return Restored(dict(content), seen, digest_bytes("\n".join(summary).encode()).hex())
 
 
@@ -104,6 +106,7 @@ def restore(restored: Restored, entries: Sequence[Entry], state: SharedState, *,
         _log.warning("the checkpoint has values that this run does not: %s", ", ".join(unknown))
     found = []
     for entry in entries:
+        state.forget(entry.name)  # where this process has run before, what it computed later than the checkpoint
         if not entry.definition.checkpoint:
             continue
         try:

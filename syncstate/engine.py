@@ -43,7 +43,8 @@ class SyncEngine:
         max_bytes: No payload is larger, and no receiver allocates more.
         on_error: `"raise"`, or `"keep"`: a source that fails is logged and counted, and the old value stays.
         config: A mapping that all ranks must share; the error of `start` names the first keys that differ.
-        scope, async_op, lag, resync, verify_values: Not available yet; leave them out.
+        scope, async_op, lag, resync: Not available yet; leave them out.
+        verify_values: Compare a digest of each value that comes into force across ranks; for debugging, it is slow.
         events: A callable that every rank calls with each event, or a path to which main appends JSON lines.
 
     Raises:
@@ -230,6 +231,10 @@ class SyncEngine:
             _log.error("the old values stay: %s", result.text)
             return ()
         raise result.error() from cause
+
+    def inspect(self) -> str:
+        """A table of who holds what, a line for each value, equal ranks together. Collective; for debugging."""
+        return self._opened("inspect").inspect(self._seen_step)
 
     def drain(self) -> None:
         """Wait for everything that is in flight. Blocking syncs leave nothing in flight, so there is nothing to do."""

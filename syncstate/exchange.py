@@ -13,6 +13,7 @@ from syncstate.sources import Failure, Refused, compute
 from syncstate.wire.channel import Channel, Wait
 from syncstate.wire.codec import Parcel, decode, encode, unpack
 from syncstate.wire.frame import Frame, Kind, Stamp
+from syncstate.wire.shelf import Shelf
 
 __all__ = ["Exchange"]
 
@@ -38,6 +39,7 @@ class Exchange:
         self._frame = Frame(frame_bytes, max_bytes)
         self._guard = RandomGuard()
         self._pool = Pool()
+        self._shelf = Shelf()
         self._sequence = 0
         self._cause: BaseException | None = None
 
@@ -125,7 +127,7 @@ class Exchange:
 
     def _receive(self, batch: Batch, stamp: Stamp) -> list[Any] | Failure:
         frame, wait, prefix = self._frame, _wait(batch, stamp), stamp.prefix()
-        self._channel.broadcast(frame.buffer, wait)
+        self._channel.broadcast(frame.buffer, wait, self._shelf.stock)
         if not frame.begins(prefix):
             raise self._apart(batch, stamp, frame.stamp())
         lengths = frame.lengths()
@@ -134,7 +136,8 @@ class Exchange:
             body = self._pool.take(lengths.body)
             self._channel.broadcast(body, wait)
         tree, region = frame.payload(lengths, body)
-        values: list[Any] = unpack(tree, region, copy=body is None, allow_pickle=self._pickle)
+        values: list[Any] = unpack(tree, region, copy=body is None, allow_pickle=self._pickle, shelf=self._shelf)
+        self._shelf.turn()
         if lengths.kind == Kind.ERROR:
             return Failure(*values)
         if type(values) is not list or len(values) != len(batch.entries):

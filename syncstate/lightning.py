@@ -55,10 +55,10 @@ class SyncStateCallback(Callback):
     moves to the front of `trainer.callbacks`. Values can be read from `on_fit_start` on, so by sanity validation,
     samplers and `train_dataloader()`; in a lone `validate`, `test` or `predict` from `setup` on.
 
-    With `ckpt_path=` a fit goes on as the unbroken one would, and an evaluation uses the values that were saved; without
-    it, those that this process has, or those of step 0. The trial runs of Lightning's learning rate and batch size
-    finders change nothing. With `reload_dataloaders_every_n_epochs`, `train_dataloader()` is called before the epoch
-    turns and still reads the values of the one before.
+    With `ckpt_path=` a fit goes on as the unbroken one would, and an evaluation uses the values that were saved;
+    without it, those that this process has, or those of step 0. The trial runs of Lightning's learning rate and batch
+    size finders change nothing. With `reload_dataloaders_every_n_epochs`, `train_dataloader()` is called before the
+    epoch turns and still reads the values of the one before.
 
     Args:
         state: The values.

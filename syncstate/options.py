@@ -45,8 +45,9 @@ class Options:
             async_op=(self.async_op, False),
             lag=(self.lag, 0),
             resync=(self.resync, None),
-            verify_values=(self.verify_values, False),
         )
+        if not isinstance(self.verify_values, bool):
+            raise ConfigError(f"engine: verify_values must be true or false, got {self.verify_values!r}")
         self._check_whole("seed", None)
         self._check_whole("frame_bytes", 1024)
         self._check_whole("max_bytes", 1)
@@ -78,4 +79,4 @@ class Options:
 
     def agreed(self) -> dict[str, Any]:
         """What must be the same on all ranks, because it decides what is sent or raised."""
-        return {key: getattr(self, key) for key in ("seed", "frame_bytes", "max_bytes", "on_error")}
+        return {key: getattr(self, key) for key in ("seed", "frame_bytes", "max_bytes", "on_error", "verify_values")}

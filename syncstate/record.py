@@ -40,11 +40,12 @@ class Record:
         self.sent: Any = None
         self.nbytes: tuple[int, int] = (0, 0)  # (version, size): measured when somebody asks, not in every sync
 
-    def put(self, sent: Any, steps: tuple[int, int], version: int) -> None:
+    def put(self, sent: Any, steps: tuple[int | None, int | None], version: int) -> None:
         """A value comes into force."""
         self.version = version
         self.sent = sent
         self.steps = steps
+        self.nbytes = (0, 0)
 
     def info(self, allow_pickle: bool) -> Info:
         """The record as users see it."""

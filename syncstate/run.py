@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from syncstate.checkpoint import Restored, parse, restore
+from syncstate.compare import table, verify
 from syncstate.errors import CodecError, ConfigError, MismatchError, PeerError, SyncStateError, SyncTimeout
 from syncstate.events import open_sink
 from syncstate.exchange import Exchange
@@ -52,8 +53,8 @@ class Run:
         self.ended: Exception | None = None
         self._state = state
         self._timeout = options.seconds
+        self._verifies = options.verify_values
         self._sink = open_sink(options.events, self.topology.is_main)
-        self._restores = 0
         main = self.topology.global_ranks[self.topology.main]
         self.plan = Plan(state, options, {"main": main, "allow_pickle": state.allow_pickle})
         state.claim(True)
@@ -69,12 +70,10 @@ class Run:
         plan, topology = self.plan, self.topology
         self._meeting = meet(topology, self._timeout) if topology.world_size > 1 else None
         if self._meeting is not None:
-            groups = self._meeting.agree("plan", plan.digest.hex(), plan.text)
+            groups = self._meeting.compare("start", plan.digest.hex(), plan.text)
             if len(groups) > 1:
-                raise MismatchError(
-                    f"start: the plans of the ranks differ (rank {topology.rank} raises with all others):\n  "
-                    + differences(groups)
-                )
+                self._meeting.depart()
+                raise MismatchError("start: the plans of the ranks differ:\n  " + differences(groups))
         self._channel = Channel(topology, self._meeting, self._timeout)
         self._exchange = Exchange(
             self._channel,
@@ -90,8 +89,6 @@ class Run:
         except BaseException:
             self._channel.teardown(abrupt=True)
             raise
-        if self._meeting is not None and topology.is_main:
-            self._meeting.forget("plan")
 
     def prepare(self, loaded: Restored | None) -> tuple[int, int] | None:
         """Put a loaded checkpoint into force, and forget what is computed at every start. Collective.
@@ -108,7 +105,7 @@ class Run:
     def _prepare(self, restored: Restored | None) -> tuple[int, int] | None:
         for entry in self.plan.entries:
             if entry.schedule.unit == "once" and not entry.definition.checkpoint:
-                entry.record.version = 0
+                entry.record.put(entry.record.sent, entry.record.steps, 0)
         if restored is None:
             return None
         found = restore(restored, self.plan.entries, self._state, is_main=self.topology.is_main)
@@ -121,8 +118,7 @@ class Run:
         """Agree on a checkpoint: where ranks loaded none or another, all take that of the lowest that loaded any."""
         if self._meeting is None:
             return loaded
-        self._restores += 1
-        groups = self._meeting.agree(f"restored/{self._restores}", loaded.record if loaded else "none")
+        groups = self._meeting.compare("start: comparing checkpoints", loaded.record if loaded else "none")
         if len(groups) == 1:
             return loaded
         holders = {record: ranks for record, (ranks, _) in groups.items() if record != "none"}
@@ -158,11 +154,18 @@ class Run:
                     raise note.error()
                 return ()
             result = self._refresh.sync(due, place, stats)
+            if self._verifies and self._meeting is not None and not isinstance(result, Failure):
+                verify(self._state, due, self._meeting, place["step"])
         if self._sink is not None:
             names = [entry.name for entry in due]
             what = "failed" if isinstance(result, Failure) else "sync"
             self.event(what, step=place["step"], epoch=place["epoch"], names=names)
         return result
+
+    def inspect(self, step: int) -> str:
+        """A table of who holds what. Collective."""
+        with _Part(self, "inspect", step):
+            return table(self._state, self._meeting, step)
 
     def cause(self) -> BaseException | None:
         """Main's own exception behind the last failure, once."""

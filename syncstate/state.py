@@ -289,6 +289,13 @@ class SharedState(Mapping[str, Any]):
             raise ConfigError("another engine uses this state; close it first, or give each engine a state of its own")
         self._in_use = taken
 
+    def forget(self, name: str) -> None:
+        """The engine's door: a value is what it was before it was first computed."""
+        self._records[name].put(None, (None, None), 0)
+        self._values.pop(name, None)
+        if self._definitions[name].initial is not MISSING:
+            self._values[name] = self._definitions[name].initial
+
     def update(self, names: Iterable[str], values: Iterable[Any]) -> None:
         """The engine's door: values come into force. Other threads see the old or the new one, never a part."""
         self._values.update(zip(names, values, strict=True))

@@ -1,6 +1,7 @@
 """Which steps sync, against a reference that looks at every step and epoch one by one."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +98,6 @@ class Reference:
         return due
 
     def resumed(self) -> None:
-        self.started = self.closed = False
         for value in self.values.values():
             if not value.checkpoint:
                 value.version, value.value, value.ready, value.computed_at = 0, None, False, None
@@ -120,7 +120,7 @@ schedules: st.SearchStrategy[Schedule] = (
     every | st.builds(At, st.lists(st.integers(0, 40), min_size=1, max_size=4)) | st.just(Once())
 )
 calls = st.tuples(
-    st.sampled_from(["step"] * 6 + ["start", "sync", "close", "resume"]),
+    st.sampled_from(["step"] * 8 + ["start", "sync", "close", "resume", "save", "reload"]),
     st.integers(-6, 12),  # how far the step moves; back only in a start
     st.sampled_from([None, 0, 0, 0, 1, 2, -1]),  # how far the epoch moves; None is not given
     st.lists(st.sampled_from("abc"), max_size=2),  # what sync asks for
@@ -144,28 +144,37 @@ def engine_for(values: dict[str, Expected], failing: list[str | None]) -> SyncEn
     return SyncEngine(state, seed=SEED)
 
 
-@settings(max_examples=250)
+@settings(max_examples=300)
 @given(
     plans=st.fixed_dictionaries({name: st.tuples(schedules, st.booleans()) for name in "abc"}),
-    trail=st.lists(calls, max_size=14),
+    trail=st.lists(calls, max_size=18),
 )
 def test_every_call_brings_what_a_step_by_step_search_finds(
     plans: dict[str, tuple[Schedule, bool]], trail: list[tuple[str, int, int | None, list[str], str | None]]
 ) -> None:
     reference = Reference({name: Expected(*plan) for name, plan in plans.items()})
     failing: list[str | None] = [None]
+    saved: tuple[dict[str, Any], dict[str, Expected], tuple[int, int]] | None = None
     engine = engine_for(reference.values, failing)
     for what, moved, turned, names, failing[0] in trail:
         if what == "sync" and not reference.started:
             what = "step"
-        if what in ("close", "resume"):
+        if what == "save":
+            saved = engine.state_dict(), deepcopy(reference.values), reference.seen
+        elif what in ("close", "resume", "reload"):
             content = engine.state_dict()
             engine.close()
             reference.started, reference.closed = False, True
-            if what == "resume":
+            if what == "resume":  # in another process
                 engine = engine_for(reference.values, failing)
                 engine.load_state_dict(content)
                 reference.resumed()
+                reference.closed = False
+            elif what == "reload" and saved is not None:  # what was saved earlier, in this process
+                engine.load_state_dict(saved[0])
+                reference.values, reference.seen = deepcopy(saved[1]), saved[2]
+                reference.resumed()
+        if what in ("save", "close", "resume", "reload"):
             continue
         if reference.closed:  # such an engine begins again by start only
             what, reference.closed = "start", False

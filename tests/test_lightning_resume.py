@@ -1,4 +1,4 @@
-"""Checkpoints of the Lightning callback: a resumed run reads the values of the unbroken one, at each step, bit by bit."""
+"""Checkpoints of the Lightning callback: a resumed run reads at each step what the unbroken one read."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from syncstate.topology import Topology
-from syncstate.wire.notes import Note, NoteBoard
-from syncstate.wire.rendezvous import Meeting
+from syncstate.wire.meeting import Meeting
+from syncstate.wire.notes import Note
 from syncstate.wire.sockets import Sockets
 from syncstate.wire.verdict import Wait, broken, late
 
@@ -44,15 +44,19 @@ class Channel:
         self._acknowledged = 0
         self._limits: dict[float, timedelta] = {}  # one for each timeout of the plan
         self._group: Any = None
-        self._board: NoteBoard | None = None
+        self._meeting = meeting
+        self._board = None if meeting is None else meeting.board
         self._sockets: Sockets | None = None
         if meeting is not None:
-            self._board = NoteBoard(meeting.store, topology.rank, topology.world_size)
             setup = timedelta(seconds=min(timeout, _LONGEST_SETUP))
-            with Sockets(topology.world_size - 1) as self._sockets:
-                self._group = dist.ProcessGroupGloo(
-                    dist.PrefixStore("gloo", meeting.store), topology.rank, topology.world_size, setup
-                )
+            store = dist.PrefixStore("gloo", meeting.store)
+            begun = time.monotonic()
+            try:
+                with Sockets(topology.world_size - 1) as self._sockets:
+                    self._group = dist.ProcessGroupGloo(store, topology.rank, topology.world_size, setup)
+            except RuntimeError as error:
+                wait = Wait("start: connecting the ranks", 0, setup.total_seconds(), begun)
+                raise broken(wait, meeting.board, topology, error).error() from error
 
     def broadcast(
         self, buffer: torch.Tensor, wait: Wait, meanwhile: Callable[[], object] | None = None, root: int | None = None
@@ -161,3 +165,6 @@ class Channel:
                 self._sockets.shut()
             self._sockets.forget()
         self._group = None
+        if self._meeting is not None:
+            self._meeting.depart()
+            self._meeting = None

@@ -16,6 +16,7 @@ import torch
 from syncstate.errors import CodecError
 from syncstate.wire.packing import Packing
 from syncstate.wire.refusals import explain
+from syncstate.wire.shelf import Shelf
 from syncstate.wire.unpacking import unpack_tree
 from syncstate.wire.vocabulary import ALIGNMENT, ATOMS, CONTAINERS, INLINE_BYTES, MAX_DEPTH, NEVER, aligned, check_types
 
@@ -114,7 +115,14 @@ def write_blobs(parcel: Parcel, into: torch.Tensor) -> None:
         into.narrow(0, offset, blob.numel()).copy_(blob)
 
 
-def unpack(tree: bytes | memoryview, region: torch.Tensor | None, *, copy: bool, allow_pickle: bool = False) -> Any:
+def unpack(
+    tree: bytes | memoryview,
+    region: torch.Tensor | None,
+    *,
+    copy: bool,
+    allow_pickle: bool = False,
+    shelf: Shelf | None = None,
+) -> Any:
     """Returns the value of a tree and its blobs.
 
     Args:
@@ -122,13 +130,14 @@ def unpack(tree: bytes | memoryview, region: torch.Tensor | None, *, copy: bool,
         region: the `blob_bytes` bytes of the blobs, a 1-D contiguous uint8 CPU tensor; None without blobs.
         copy: True gives every tensor and array memory of its own; False makes those that lie in the region views of it.
         allow_pickle: as for `decode`.
+        shelf: where small tensors may lie ready.
 
     Raises:
         CodecError: the bytes are no value.
     """
     if region is None:
-        return unpack_tree(tree, None, copy, allow_pickle)
+        return unpack_tree(tree, None, copy, allow_pickle, shelf)
     if region.dtype is not torch.uint8 or region.dim() != 1 or not region.is_contiguous() or not region.is_cpu:
         raise CodecError(f"the region of the blobs must be a 1-D uint8 CPU tensor, not {region.dtype} {region.shape}")
     copy = copy or region.data_ptr() % _WORD != 0  # views of it would not lie where their dtype must
-    return unpack_tree(tree, region.numpy(), copy, allow_pickle)
+    return unpack_tree(tree, region.numpy(), copy, allow_pickle, shelf)

@@ -12,6 +12,7 @@ import torch
 
 from syncstate.errors import CodecError
 from syncstate.wire import arrays
+from syncstate.wire.shelf import Shelf
 from syncstate.wire.vocabulary import (
     ATOMS,
     BITS_FIRST,
@@ -38,13 +39,15 @@ _from_numpy = torch.from_numpy
 _ndarray = np.ndarray
 
 
-def unpack_tree(tree: bytes | memoryview, region: Region | None, copy: bool, allow_pickle: bool) -> Any:
+def unpack_tree(
+    tree: bytes | memoryview, region: Region | None, copy: bool, allow_pickle: bool, shelf: Shelf | None = None
+) -> Any:
     """Returns the value of `tree`, whose blobs lie in `region`; see `codec.unpack`."""
     if torch.is_inference_mode_enabled():  # tensors made in that mode could never be used in training
         with torch.inference_mode(False):
-            return unpack_tree(tree, region, copy, allow_pickle)
+            return unpack_tree(tree, region, copy, allow_pickle, shelf)
     try:
-        return _unpack(tree, region, copy, allow_pickle)
+        return _unpack(tree, region, copy, allow_pickle, shelf)
     except msgpack.StackError as error:
         raise CodecError(f"cannot decode: nested deeper than {MAX_DEPTH} levels") from error
     except Exception as error:  # bytes can be wrong in more ways than one would list
@@ -52,7 +55,9 @@ def unpack_tree(tree: bytes | memoryview, region: Region | None, copy: bool, all
         raise CodecError(f"cannot decode a tree of {len(tree)} bytes: {reason}") from error
 
 
-def _unpack(tree: bytes | memoryview, region: Region | None, copy: bool, allow_pickle: bool) -> Any:
+def _unpack(
+    tree: bytes | memoryview, region: Region | None, copy: bool, allow_pickle: bool, shelf: Shelf | None
+) -> Any:
     bits = b""
     if tree[0] == BITS_FIRST:
         start = BITS_PREFIX.size
@@ -60,7 +65,7 @@ def _unpack(tree: bytes | memoryview, region: Region | None, copy: bool, allow_p
         bits, tree = bytes(tree[start:end]), memoryview(tree)[end:]
     if len(tree) > _UNCHECKED_BYTES:
         _check_lengths(tree)
-    unpacking = _Unpacking(bits, region, copy, allow_pickle)
+    unpacking = _Unpacking(bits, region, copy, allow_pickle, shelf)
     value = msgpack.unpackb(
         tree,
         ext_hook=unpacking.extension,
@@ -99,10 +104,13 @@ def _unmark(items: list[Any]) -> Any:
 class _Unpacking:
     """One decoding: turns extensions into atoms and takes bits and blobs in their order."""
 
-    __slots__ = ("allow_pickle", "bits", "bits_end", "blobs_end", "copy", "region")
+    __slots__ = ("allow_pickle", "bits", "bits_end", "blobs_end", "copy", "region", "shelf")
 
-    def __init__(self, bits: bytes, region: Region | None, copy: bool, allow_pickle: bool) -> None:
+    def __init__(
+        self, bits: bytes, region: Region | None, copy: bool, allow_pickle: bool, shelf: Shelf | None
+    ) -> None:
         self.bits = bits
+        self.shelf = shelf
         self.region = region
         self.copy = copy
         self.allow_pickle = allow_pickle
@@ -117,6 +125,10 @@ class _Unpacking:
             self.bits_end = end = start + layout.nbytes
             if end > len(self.bits):
                 raise CodecError(f"{len(self.bits)} bytes of bits, more are needed")
+            if self.shelf is not None and layout.same and (ready := self.shelf.take(layout)) is not None:
+                tensor, bits = ready
+                bits[:] = self.bits[start:end]
+                return tensor
             own = bytearray(self.bits[start:end])
             if layout.same:
                 return _from_numpy(_ndarray(layout.shape, layout.carrier, own))
