@@ -1,33 +1,32 @@
 """A language model with a shared curriculum. Accelerate, Hydra.
 
-A small network learns to predict the next character of Python's standard library. It reads short pieces first and longer
-ones later. The length is a shared value: ranks that read pieces of different lengths would wait for each other in every
-step, and weigh their characters differently. A second one is the temperature of the softmax, high at first.
+A small network learns to predict the next character of Python's standard library. It reads short pieces first and
+longer ones later. The length is a shared value: ranks that read pieces of different lengths would wait for each other
+in every step, and weigh their characters differently. A second one is the temperature of the softmax, high at first.
 
     torchrun --nproc-per-node 2 recipes/accelerate_curriculum.py
     accelerate launch --num_processes 2 --cpu recipes/accelerate_curriculum.py
     python recipes/accelerate_curriculum.py syncstate.schedule.steps=5        # one process
 
-All ranks write to one directory, named by the `hydra.run.dir` line of the config and `RUN_ID`. torchrun's ranks agree on
-a name by themselves. With another launcher set it: `RUN_ID=first mpirun ...`
+All ranks write to one directory, by the `hydra.run.dir` line of the config. The ranks of torchrun and of `accelerate
+launch` agree on its `RUN_ID` by themselves; with another launcher set it: `RUN_ID=first mpirun ...`
 """
 
 import math
 import sysconfig
 import zlib
 from pathlib import Path
-from typing import Any
 
 import hydra
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from common import agreement, is_rank, join_run, lacks_ranks, start_ranks
+from common import agreement, join_run, lacks_ranks, leave_run, start_ranks
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from tqdm import tqdm
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from syncstate import Context
 from syncstate.accelerate import SyncStateHook
@@ -78,15 +77,16 @@ def bits_per_character(accelerator: Accelerator, model: nn.Module, text: Tensor,
     model.eval()
     starts = torch.arange(0, len(text) - length, length, device=text.device)
     mine = starts[accelerator.process_index :: accelerator.num_processes]
-    nats = sum((loss_of(model, pieces(text, part, length)) * len(part) for part in mine.split(128)), torch.zeros(()))
-    total = accelerator.reduce(torch.stack([nats, torch.tensor(float(len(mine)))]).to(accelerator.device))
+    nats = sum(loss_of(model, pieces(text, part, length)).item() * len(part) for part in mine.split(128))
+    total = accelerator.reduce(torch.tensor([nats, len(mine)], device=accelerator.device))
     model.train()
-    return (total[0] / total[1]).item() / math.log(2)
+    return float(total[0] / total[1]) / math.log(2)
 
 
 def train(cfg: DictConfig, run_dir: Path) -> None:
     """Everything that a rank does."""
     accelerator = Accelerator(cpu=cfg.cpu, gradient_accumulation_steps=ACCUMULATE)
+    torch.set_num_threads(1)  # more would only slow down a network this small
     set_seed(cfg.seed)
     text = library_text(cfg.data.characters).to(accelerator.device)
     held_out = int(len(text) * cfg.data.held_out)
@@ -99,12 +99,12 @@ def train(cfg: DictConfig, run_dir: Path) -> None:
     def length(ctx: Context) -> int:
         """Runs on the main process, by the config's schedule."""
         grown = min(1.0, ctx.step / cfg.length.steps)
-        return round(cfg.length.first + grown * (longest - cfg.length.first))
+        return int(cfg.length.first + grown * (longest - cfg.length.first))
 
-    starts = range(0, len(text) - held_out - longest, longest)
+    starts = TensorDataset(torch.arange(0, len(text) - held_out - longest, longest))
     model = CharacterModel(cfg.network.embedding, cfg.network.hidden)
     optimizer = torch.optim.Adam(model.parameters(), lr=cfg.network.lr)
-    loader = DataLoader(starts, cfg.data.batch_size, shuffle=True)  # type: ignore[arg-type]
+    loader = DataLoader(starts, cfg.data.batch_size, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     hook = SyncStateHook(accelerator, state, **options)
@@ -113,7 +113,7 @@ def train(cfg: DictConfig, run_dir: Path) -> None:
     with hook, tqdm(total=batches, unit="batch", disable=not accelerator.is_main_process) as bar:
         for epoch in range(cfg.epochs):
             hook.set_epoch(epoch)  # before the loader is iterated
-            for batch in loader:
+            for (batch,) in loader:
                 with accelerator.accumulate(model):
                     loss = loss_of(model, pieces(text, batch, length.value), state["temperature"])
                     accelerator.backward(loss)
@@ -130,14 +130,14 @@ def train(cfg: DictConfig, run_dir: Path) -> None:
         print(f"validation loss: {before:.2f} bits per character before, {after:.2f} after", flush=True)
         torch.save(accelerator.unwrap_model(model).state_dict(), run_dir / "model.pt")
         print(f"model: {run_dir / 'model.pt'}", flush=True)
-    accelerator.end_training()
+    accelerator.free_memory()
 
 
 @hydra.main(version_base="1.3", config_path="../configs/experiment", config_name="accelerate_curriculum")
 def main(cfg: DictConfig) -> None:
     """Check the config, then train."""
     build(cfg.syncstate)  # an impossible setting ends here, before there are ranks
-    composed = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    composed = DictConfig(OmegaConf.to_container(cfg, resolve=True))
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if lacks_ranks():
         print(f"accelerate launch --cpu started one process; starting ranks={cfg.ranks}", flush=True)
@@ -149,3 +149,4 @@ def main(cfg: DictConfig) -> None:
 if __name__ == "__main__":
     join_run()
     main()
+    leave_run()

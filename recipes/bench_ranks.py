@@ -5,7 +5,7 @@ import os
 import pickle
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ import torch.multiprocessing as mp
 
 __all__ = ["run_on_ranks"]
 
-# Imported once, in the process that ranks are forked from. One that is not installed is left out.
-_PRELOAD = ["torch.distributed", "syncstate", "lightning.pytorch", "accelerate", "ignite.distributed"]
 
-
-def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, threads: int, timeout: float) -> Any:
+def run_on_ranks(
+    function: Callable[..., Any], ranks: int, *args: Any, threads: int, timeout: float, preload: Sequence[str] = ()
+) -> Any:
     """Call a function of a module on every rank of a new group, and return what it returned on rank 0.
 
     Args:
@@ -29,6 +28,7 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, threads: 
         args: What the ranks get, by pickle.
         threads: Threads of torch in each rank.
         timeout: Seconds until the ranks are ended.
+        preload: Modules that are slow to import, imported once for all calls; one that is not installed is left out.
 
     Raises:
         torch.multiprocessing.ProcessException: A rank failed; has its traceback. The others are ended.
@@ -38,7 +38,7 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, threads: 
     # Ranks come from a server without threads, which has imported what is slow to import, and not by running this
     # command once more: a rank loads the main script as a module, so what stands under `if __name__ == "__main__"`
     # does not run there, and Hydra is not entered again.
-    multiprocessing.set_forkserver_preload(_PRELOAD)
+    multiprocessing.set_forkserver_preload(["torch.distributed", *preload])
     # This process keeps the store, on a port that the system chose: none is guessed, and no rank has to outlive others.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:

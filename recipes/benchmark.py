@@ -23,7 +23,9 @@ from bench_rows import ROWS
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-__all__ = ["main"]
+__all__ = ["check", "main", "measure"]
+
+_PRELOAD = ["syncstate", "lightning.pytorch", "accelerate", "ignite.distributed"]
 
 
 def measure(rows: list[str], settings: Settings) -> dict[str, list[Reading]]:
@@ -44,7 +46,9 @@ def measure_all(cfg: DictConfig) -> list[Figure]:
     for run in range(cfg.runs):
         for ranks in sizes:
             begun = time.monotonic()
-            found = run_on_ranks(measure, ranks, rows, settings, threads=cfg.threads, timeout=cfg.timeout)
+            found = run_on_ranks(
+                measure, ranks, rows, settings, threads=cfg.threads, timeout=cfg.timeout, preload=_PRELOAD
+            )
             readings[ranks].append(found)
             print(f"run {run + 1} of {cfg.runs}, {ranks} ranks: {time.monotonic() - begun:.0f} s", flush=True)
     return [figure for name in rows for ranks in sizes for figure in combine(name, ranks, readings[ranks])]

@@ -11,14 +11,13 @@ import zlib
 from collections.abc import Callable, Sized
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from syncstate import SharedState
 from syncstate.wire import decode, encode
 
-__all__ = ["agreement", "is_rank", "join_run", "lacks_ranks", "start_ranks"]
+__all__ = ["agreement", "is_rank", "join_run", "lacks_ranks", "leave_run", "start_ranks"]
 
 # Where launchers write the rank: torchrun and `accelerate launch`, then mpirun of three makes.
 _RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -40,8 +39,8 @@ def lacks_ranks() -> bool:
 def join_run() -> None:
     """Name the run before Hydra makes its directory, by the same name on every rank. Call it before the main function.
 
-    The configs put `RUN_ID` into `hydra.run.dir`. Left to itself each rank would read its own clock there, and two ranks
-    that start a second apart would write to two directories. Ranks above 0 also write no `.hydra` and no log file.
+    The configs put `RUN_ID` into `hydra.run.dir`. Left to itself each rank would read its own clock there, and two
+    ranks that start a second apart would write to two directories. Ranks above 0 write no `.hydra` and no log file.
     """
     if "RUN_ID" not in os.environ:
         os.environ["RUN_ID"] = _agreed(time.strftime("%Y-%m-%d_%H-%M-%S"))
@@ -49,12 +48,20 @@ def join_run() -> None:
         sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
 
 
+def leave_run() -> None:
+    """Close the process group, after the last of the runs of a sweep."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _agreed(name: str) -> str:
     """The name that the first of the ranks proposes."""
     if not is_rank():
         return name
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        sys.exit("this launcher has no store in which its ranks could agree on a run directory: set RUN_ID for all of them")
+        sys.exit(
+            "this launcher has no store in which its ranks could agree on a run directory: set RUN_ID for all ranks"
+        )
     # The store of torchrun, which `accelerate launch` uses too. It is up before the ranks are, and outlives them.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     return store.compare_set("run_id", "", name).decode()  # sets it if nobody has
@@ -75,14 +82,14 @@ def start_ranks(function: Callable[..., None], ranks: int, *args: Any) -> None:
 def _run_rank(rank: int, ranks: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     function(*args)
+    leave_run()
 
 
 def agreement(state: SharedState) -> tuple[bool, str]:
     """Whether all ranks hold the same values in the same versions, and a table of rank x value. Every rank calls it.
 
-    The rows travel over the default group, not over that of syncstate, so that the check does not rest on what it checks.
+    The rows travel over the default group, not over that of syncstate: the check does not rest on what it checks.
     """
     mine = {name: (encode(state[name]), state.info(name).version) for name in state}
     rows: list[Any] = [mine]
@@ -90,7 +97,8 @@ def agreement(state: SharedState) -> tuple[bool, str]:
         rows = [None] * dist.get_world_size()
         dist.all_gather_object(rows, mine)
     lines = [["rank", *mine]]
-    lines += [[str(rank), *(f"{_short(value)} (v{version})" for value, version in row.values())] for rank, row in enumerate(rows)]
+    for rank, row in enumerate(rows):
+        lines.append([str(rank), *(f"{_short(value)} (v{version})" for value, version in row.values())])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = "\n".join("  " + "   ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
     return all(row == rows[0] for row in rows), text

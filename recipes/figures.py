@@ -4,13 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
-
-matplotlib.use("Agg")  # to a file, also where there is no display
-from matplotlib import pyplot as plt  # noqa: E402
 
 __all__ = ["draw_curriculum"]
 
@@ -30,17 +27,20 @@ def draw_curriculum(path: Path, with_: Sequence[Curves], without: Sequence[Curve
         path: The file, a PNG.
         with_, without: The trainings, one of each for every seed.
     """
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4), layout="constrained")  # not pyplot's, which looks for a display
+    left, middle, right = figure.subplots(1, 3)
     steps, thresholds = zip(*with_[0].thresholds, strict=True)
     left.step(steps, thresholds, where="post", color="tab:green", label="threshold in force")
     left.plot(steps, thresholds, ".", color="tab:green", label="refresh")
-    left.set(title="Shared threshold", xlabel="optimizer steps", ylabel="largest loss of a sample (nats)", ylim=(0, None))
+    left.set(title="Shared threshold", xlabel="optimizer steps", ylabel="largest loss (nats)", ylim=(0, None))
     left.legend()
 
     for runs, name, color in ((without, "without curriculum", "tab:orange"), (with_, "with curriculum", "tab:blue")):
         _band(middle, [run.losses for run in runs], name, color)
         _band(right, [run.accuracies for run in runs], name, color)
-    middle.set(title="Training loss, of the samples that are kept", xlabel="epochs", ylabel="cross-entropy (nats)", ylim=(0, None))
+    middle.set(
+        title="Training loss of the samples kept", xlabel="epochs", ylabel="cross-entropy (nats)", ylim=(0, None)
+    )
     right.set(title="Accuracy on clean test data", xlabel="epochs", ylabel="digits that are recognised", ylim=(None, 1))
     right.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     for axes in (middle, right):
@@ -48,7 +48,6 @@ def draw_curriculum(path: Path, with_: Sequence[Curves], without: Sequence[Curve
     for axes in (left, middle, right):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _band(axes: Axes, curves: list[list[float]], name: str, color: str) -> None:

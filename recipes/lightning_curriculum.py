@@ -1,8 +1,9 @@
 """Learning from wrong labels, with a curriculum that all ranks share. Lightning, DDP, Hydra.
 
-Handwritten digits, two in five of the training labels wrong. A network learns the right labels first, because they agree
-with each other, and the wrong ones later, by heart. So a sample whose loss is large after a while probably has a wrong
-label. The curriculum is a threshold on the loss of a sample that comes down during training: what lies above is left out.
+Handwritten digits, two in five of the training labels wrong. A network learns the right labels first, because they
+agree with each other, and the wrong ones later, by heart. So a sample whose loss is large after a while probably has a
+wrong label. The curriculum is a threshold on the loss of a sample that comes down during training: what lies above it
+is left out.
 
 Three values are shared by the ranks: a seed and the order of the samples, new in every epoch, and the threshold, new
 every `syncstate.schedule.steps` optimizer steps. The ranks must agree on all of them, or they would learn from
@@ -22,7 +23,7 @@ from typing import Any
 import hydra
 import numpy as np
 import torch
-from common import agreement, is_rank, join_run, start_ranks
+from common import agreement, is_rank, join_run, leave_run, start_ranks
 from figures import draw_curriculum
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -34,6 +35,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from syncstate.config import build
 from syncstate.lightning import SyncStateCallback, shared
 from syncstate.samplers import SharedIndexSampler
+
+DIGITS = 1797  # that scikit-learn ships
 
 
 class Digits(LightningModule):
@@ -176,29 +179,32 @@ def train(cfg: DictConfig, run_dir: Path) -> None:
         path = run_dir / "curriculum.png"
         draw_curriculum(path, with_, without)
         print(f"{report(cfg, with_, without)}\nfigure: {path}", flush=True)
-    torch.distributed.destroy_process_group()
 
 
 def report(cfg: DictConfig, with_: list[History], without: list[History]) -> str:
     """Both accuracies for every seed, and by how much the curriculum is better or worse."""
-    tests = 1797 - cfg.data.train
-    lines = [f"accuracy on {tests} clean test digits after the last epoch, {cfg.data.wrong:.0%} of the training labels wrong"]
-    lines.append("seed   without      with   difference")
-    gains = []
-    for seed, a, b in zip(cfg.seeds, without, with_, strict=True):
-        gains.append(100 * (b.accuracies[-1] - a.accuracies[-1]))
-        lines.append(f"{seed:<4} {a.accuracies[-1]:>9.1%} {b.accuracies[-1]:>9.1%}  {gains[-1]:+5.1f} points")
+    wrong, tests = cfg.data.wrong, DIGITS - cfg.data.train
+    lines = [
+        f"accuracy after the last epoch, on {tests} clean test digits; {wrong:.0%} of the training labels are wrong",
+        "seed   without      with   difference",
+    ]
+    last = [(a.accuracies[-1], b.accuracies[-1]) for a, b in zip(without, with_, strict=True)]
+    lines += [
+        f"{s:<4} {a:>9.1%} {b:>9.1%}  {100 * (b - a):+5.1f} points" for s, (a, b) in zip(cfg.seeds, last, strict=True)
+    ]
+    gains = [100 * (b - a) for a, b in last]
     mean = sum(gains) / len(gains)
     lines.append(f"with the curriculum the accuracy is {abs(mean):.1f} points {'LOWER' if mean < 0 else 'higher'}")
     if len(gains) > 1:
         lines[-1] += f", the mean of {len(gains)} seeds (from {min(gains):+.1f} to {max(gains):+.1f})"
-    best = {name: sum(max(h.accuracies) for h in runs) / len(runs) for name, runs in (("without", without), ("with", with_))}
+    best_without, best_with = (sum(max(run.accuracies) for run in runs) / len(runs) for runs in (without, with_))
     lines.append(
-        f"stopped at the best epoch, which only clean test data can tell: without {best['without']:.1%}, with {best['with']:.1%}"
+        f"at the best epoch, which only clean test data could tell: {best_without:.1%} without, {best_with:.1%} with"
     )
-    both = [*with_, *without]
-    agreed, refreshes = sum(h.agreed for h in both), sum(h.refreshes for h in both)
-    lines.append(f"the {cfg.trainer.devices} ranks agreed on all values after {agreed} of {refreshes} refreshes")
+    agreed, refreshes = (
+        sum(counts) for counts in zip(*((run.agreed, run.refreshes) for run in with_ + without), strict=True)
+    )
+    lines.append(f"the ranks agreed on all values after {agreed} of {refreshes} refreshes")
     return "\n".join(lines)
 
 
@@ -206,7 +212,7 @@ def report(cfg: DictConfig, with_: list[History], without: list[History]) -> str
 def main(cfg: DictConfig) -> None:
     """Check the config, then train on all ranks."""
     build(cfg.syncstate)  # an impossible setting ends here, before there are ranks
-    composed = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    composed = DictConfig(OmegaConf.to_container(cfg, resolve=True))
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if is_rank():
         train(composed, run_dir)
@@ -217,3 +223,4 @@ def main(cfg: DictConfig) -> None:
 if __name__ == "__main__":
     join_run()
     main()
+    leave_run()

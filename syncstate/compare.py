@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from syncstate.difference import rank_ranges
 from syncstate.digest import digest_bytes
 from syncstate.errors import MismatchError
 from syncstate.plan import Entry
@@ -85,15 +86,3 @@ def verify(state: SharedState, entries: Sequence[Entry], meeting: Meeting, step:
         if len(held) > 1:
             sides = "; ".join(f"{rank_ranges(ranks)}: {shown}" for ranks, shown in sorted(held.values()))
             raise MismatchError(f"value {name!r} differs between ranks after the sync at step {step}: {sides}")
-
-
-def rank_ranges(ranks: Iterable[int]) -> str:
-    """Ranks in few words: `ranks 0-2,5`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    told = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return ("rank " if len(runs) == 1 and runs[0][0] == runs[0][1] else "ranks ") + told

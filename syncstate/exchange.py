@@ -83,12 +83,12 @@ class Exchange:
             wait: What to say when it fails.
         """
         data = b""
-        head = torch.zeros(1, dtype=torch.int64)
+        head = torch.zeros(1, dtype=torch.int64, device="cpu")
         if self._channel.topology.rank == root:
             data = encode(value, allow_pickle=self._pickle)
             head[0] = len(data)
         self._channel.broadcast(head.view(torch.uint8), wait, root=root)
-        body = torch.zeros(int(head[0]), dtype=torch.uint8)
+        body = torch.zeros(int(head[0]), dtype=torch.uint8, device="cpu")
         if data:
             body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         self._channel.broadcast(body, wait, root=root)
@@ -139,7 +139,7 @@ class Exchange:
         values: list[Any] = unpack(tree, region, copy=body is None, allow_pickle=self._pickle, shelf=self._shelf)
         self._shelf.turn()
         if lengths.kind == Kind.ERROR:
-            return Failure(*values)
+            return Failure.read(values)
         if type(values) is not list or len(values) != len(batch.entries):
             raise CodecError(
                 f"{batch.label} at step {stamp.step}: received something else than {len(batch.names)} values"

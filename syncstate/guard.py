@@ -98,8 +98,13 @@ def _numpy_state() -> Any:
 def _numpy_memory() -> bytes:
     """The state of numpy's global generator."""
     bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    return ctypes.string_at(bits.ctypes.state_address, _TWISTER_BYTES) if type(bits) is np.random.MT19937 else b""
+    if type(bits) is not np.random.MT19937:
+        return b""
+    # The second of a pair of normal draws is kept in the object that draws, wherever in it.
+    return ctypes.string_at(bits.ctypes.state_address, _TWISTER_BYTES) + ctypes.string_at(*_NUMPY_OBJECT)
 
 
+_drawing: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
+_NUMPY_OBJECT = (id(_drawing) + object.__basicsize__, type(_drawing).__basicsize__ - object.__basicsize__)
 _python: Any = getattr(random, "_inst", None)
 _PYTHON_LAYOUT = _python_layout()

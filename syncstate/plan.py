@@ -1,11 +1,11 @@
 """What all ranks must agree on, and which values are due when."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from syncstate.definition import MISSING, Definition
+from syncstate.difference import plan_text
 from syncstate.digest import digest_bytes, digest_text
 from syncstate.options import Options
 from syncstate.record import Record
@@ -13,7 +13,7 @@ from syncstate.schedule import Schedule
 from syncstate.state import SharedState
 from syncstate.wire.codec import encode
 
-__all__ = ["Agenda", "Entry", "Plan", "differences"]
+__all__ = ["Agenda", "Entry", "Plan"]
 
 _NEVER = math.inf
 
@@ -41,12 +41,13 @@ class Entry:
     def described(self, allow_pickle: bool) -> dict[str, Any]:
         """What must be the same on all ranks."""
         definition = self.definition
-        initial = definition.initial
-        spec = definition.spec
+        spec, initial = definition.spec, "none"
+        if definition.initial is not MISSING:
+            initial = digest_bytes(encode(definition.initial, allow_pickle=allow_pickle)).hex()[:12]
         return {
             "every": str(self.schedule),
             "spec": spec.__name__ if isinstance(spec, type) else str(spec),
-            "initial": "none" if initial is MISSING else digest_bytes(encode(initial, allow_pickle=allow_pickle)).hex()[:12],
+            "initial": initial,
             "apply": definition.apply is not None,
             "derive": definition.derive is not None,
             "checkpoint": definition.checkpoint,
@@ -73,7 +74,7 @@ class Plan:
             "values": {entry.name: entry.described(state.allow_pickle) for entry in self.entries},
             "config": options.config or {},
         }
-        self.text = json.dumps(_flat(content), sort_keys=True)
+        self.text = plan_text(content)
         self.digest = digest_text(self.text)
 
     def named(self, names: Iterable[str]) -> list[Entry]:
@@ -151,43 +152,3 @@ class Agenda:
             group.next = _NEVER if following is None else following
             if not group.epochs:
                 self.next_step = min(self.next_step, group.next)
-
-
-def _flat(content: Any, path: str = "") -> dict[str, str]:
-    """Nested mappings and lists as dotted keys, so that two plans can be compared key by key."""
-    if isinstance(content, Mapping):
-        items = [(str(key), value) for key, value in content.items()]
-    elif isinstance(content, (list, tuple)):
-        items = [(str(index), value) for index, value in enumerate(content)]
-    else:
-        return {path: repr(content)}
-    if not items and path:
-        return {path: repr(content)}
-    flat: dict[str, str] = {}
-    for key, value in items:
-        flat.update(_flat(value, f"{path}.{key}" if path else key))
-    return flat
-
-
-def differences(groups: Mapping[str, tuple[list[int], str]], limit: int = 5) -> str:
-    """Where plans differ: the keys in order, with the value and the ranks of each side.
-
-    Args:
-        groups: Digest -> (ranks, text), as `Meeting.agree` returns them.
-        limit: How many keys to list.
-    """
-    plans = [(ranks, json.loads(text)) for ranks, text in sorted(groups.values())]
-    lines = []
-    for key in sorted(set().union(*(plan for _, plan in plans))):
-        sides: dict[str, list[int]] = {}
-        for ranks, plan in plans:
-            sides.setdefault(plan.get(key, "missing"), []).extend(ranks)
-        if len(sides) > 1:
-            told = "; ".join(f"{given} on {_ranks(ranks)}" for given, ranks in sides.items())
-            lines.append(f"{key}: {told}")
-    more = [f"and {len(lines) - limit} more"] if len(lines) > limit else []
-    return "\n  ".join([*lines[:limit], *more])
-
-
-def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))

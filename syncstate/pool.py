@@ -20,7 +20,8 @@ class Pool:
         for buffer in self._buffers:
             if _unused(buffer):
                 return buffer
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        with torch.inference_mode(False):  # which would make a buffer that can be used in that mode only
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._buffers.append(buffer)
         del self._buffers[:-_KEPT]
         return buffer

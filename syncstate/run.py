@@ -8,11 +8,12 @@ from typing import Any
 
 from syncstate.checkpoint import Restored, parse, restore
 from syncstate.compare import table, verify
+from syncstate.difference import differences
 from syncstate.errors import CodecError, ConfigError, MismatchError, PeerError, SyncStateError, SyncTimeout
 from syncstate.events import open_sink
 from syncstate.exchange import Exchange
 from syncstate.options import Options
-from syncstate.plan import Entry, Plan, differences
+from syncstate.plan import Entry, Plan
 from syncstate.refresh import Refresh
 from syncstate.sources import Failure
 from syncstate.state import SharedState
@@ -197,10 +198,9 @@ class Run:
             self._sink({"event": what, "rank": self.topology.rank, **fields})
 
     def _tell(self, error: BaseException, step: int) -> Note:
-        if isinstance(error, (MismatchError, CodecError)):
-            return self._channel.tell("mismatch", step, str(error))
         if isinstance(error, SyncStateError) and not isinstance(error, ConfigError):
-            return self._channel.tell("timeout" if isinstance(error, SyncTimeout) else "peer", step, str(error))
+            kinds = {CodecError: "codec", MismatchError: "mismatch", SyncTimeout: "timeout"}
+            return self._channel.tell(kinds.get(type(error), "peer"), step, str(error))
         text = f"rank {self.topology.rank} failed at step {step}: {type(error).__name__}: {error}"
         return self._channel.tell("peer", step, text)
 

@@ -29,6 +29,13 @@ class Failure(NamedTuple):
         """The exception that every rank raises."""
         return (MismatchError if self.kind == "mismatch" else ComputeError)(self.text)
 
+    @classmethod
+    def read(cls, parts: Any) -> "Failure":
+        """The failure that `pack` packed. Raises CodecError for something else."""
+        if type(parts) is not list or [*map(type, parts)] != [str, str, list] or {*map(type, parts[2])} - {str}:
+            raise CodecError("received an error that does not say what failed")
+        return cls(*parts)
+
     def pack(self, room: int) -> Parcel:
         """The failure in at most `room` bytes, so that it fits the frame; a long text is cut in the middle."""
         names = self.names

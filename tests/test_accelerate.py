@@ -123,15 +123,15 @@ def test_a_users_own_count_is_taken_as_it_is(make: Make) -> None:
         assert hook.engine.seen == (36, 0)
 
 
-@pytest.mark.parametrize("attached", [False, True])
-def test_a_step_that_the_scaler_skips_counts(make: Make, attached: bool) -> None:
+@pytest.mark.parametrize("attached", [None, "prepared", "inner"])
+def test_a_step_that_the_scaler_skips_counts(make: Make, attached: str | None) -> None:
     accelerator = make()
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     _, model, optimizer = prepared(accelerator)
     state, source = recording(every=Every(steps=1))
     with SyncStateHook(accelerator, state) as hook:
         if attached:
-            hook.attach(model)
+            hook.attach(model, {"prepared": None, "inner": optimizer.optimizer}[attached])
         hook.start()
         skipped = []
         for value in (1.0, float("inf"), float("inf"), 1.0):

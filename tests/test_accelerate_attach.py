@@ -47,12 +47,18 @@ def evaluate_on_main_only(rank: int) -> tuple[list[int], int]:
     accelerator = Accelerator(cpu=True)
     state, source = recording(every=Every(steps=1))
     loader, model, optimizer = prepared(accelerator, batches=4)
+    inner = accelerator.unwrap_model(model)
     with SyncStateHook(accelerator, state) as hook:
         hook.attach(model)
+        inner.eval()  # which the wrapper does not notice
+        model(torch.ones(1, 1))
+        assert not state
+        inner.train()
         for (batch,) in loader:
             if accelerator.is_main_process:
                 with torch.no_grad():
-                    accelerator.unwrap_model(model)(batch)
+                    inner(batch)
+                    model(batch)
             accelerator.backward(model(batch).mean())
             optimizer.step()
             optimizer.zero_grad()
@@ -213,18 +219,21 @@ def test_leaving_the_block_detaches_also_on_an_error(make: Make) -> None:
     assert not hasattr(model, "_hf_hook")
 
 
-def test_a_scheduler_of_torch_works_on_an_optimizer_that_is_counted(make: Make) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_a_scheduler_of_torch_which_wraps_steps_too_works_on_a_counted_optimizer(make: Make, early: bool) -> None:
     accelerator = make()
     _, model, optimizer = prepared(accelerator)
     state, _ = recording(every=Every(steps=1))
-    early = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    with SyncStateHook(accelerator, state) as hook:
+    hook = SyncStateHook(accelerator, state)
+    if not early:
         hook.attach(model)
-        late = torch.optim.lr_scheduler.ConstantLR(optimizer)  # it wraps the optimizer's step once more
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    if early:
+        hook.attach(model)
+    with hook:
         for _ in range(2):
             optimizer.step()
-            early.step()
-            late.step()
+            scheduler.step()
         assert hook.state_dict()["steps"] == 2
     optimizer.step()
     assert hook.state_dict()["steps"] == 2

@@ -1,6 +1,7 @@
 """The Accelerate hook takes what the engine takes, and refuses what is impossible."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,31 +16,33 @@ from syncstate.errors import ConfigError
 __all__ = ["make"]
 
 
-def test_the_hook_takes_the_engines_options_with_the_same_types_and_defaults() -> None:
-    def keywords(cls: type) -> dict[str, inspect.Parameter]:
-        parameters = inspect.signature(cls).parameters.values()
-        return {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+def keywords(cls: type) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(cls).parameters.values()
+    return {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
+
+def test_the_hook_takes_the_engines_options_with_the_same_types_and_defaults() -> None:
     assert keywords(SyncStateHook) == keywords(SyncEngine)
     assert list(keywords(SyncStateHook)) == list(keywords(SyncEngine))
 
 
 def test_every_option_reaches_the_engine(make: Make) -> None:
-    options: dict[str, Any] = {
-        "every": Every(epochs=2),
-        "seed": 3,
-        "group": "single",
-        "main": 0,
-        "timeout": 7.0,
-        "frame_bytes": 2048,
-    }
-    options |= {"max_bytes": 4096, "on_error": "keep", "config": {"a": 1}, "events": lambda event: None}
-    hook = SyncStateHook(make(), SharedState(), **options)
-    assert {name: getattr(hook.engine._options, name) for name in options} == options
-    later: dict[str, Any] = {"scope": "node", "async_op": True, "lag": 1, "resync": object(), "verify_values": True}
-    for name, value in later.items():
-        with pytest.raises(ConfigError, match=name):
-            SyncStateHook(make(), SharedState(), **{name: value})
+    accelerator = make()
+
+    def taken(engine: Callable[[Any], SyncEngine], name: str, given: Any) -> Any:
+        """What becomes of an option: what the engine keeps, or the error that refuses it."""
+        try:
+            return getattr(engine({name: given})._options, name)
+        except ConfigError as error:
+            return str(error)
+
+    something = object()
+    for name in keywords(SyncEngine):
+        for given in (something, 2048, 3.5, "keep"):
+            plain = taken(lambda option: SyncEngine(SharedState(), **option), name, given)
+            hooked = taken(lambda option: SyncStateHook(accelerator, SharedState(), **option).engine, name, given)
+            assert hooked == plain, name
+            assert hooked != keywords(SyncEngine)[name].default, name
 
 
 def test_a_hook_from_a_config_is_the_hook_that_the_config_describes(make: Make) -> None:

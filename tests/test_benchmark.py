@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from matplotlib import image
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from ranks import returned, run_ranks
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -87,6 +87,13 @@ def test_the_picture_shows_something(finished: Any) -> None:
     assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 50
 
 
+def config(*overrides: str) -> DictConfig:
+    defaults = OmegaConf.load(RECIPES.parent / "configs" / "experiment" / "benchmark.yaml")
+    merged = OmegaConf.merge(defaults, OmegaConf.from_dotlist(list(overrides)))
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -96,14 +103,13 @@ def test_the_picture_shows_something(finished: Any) -> None:
     ],
 )
 def test_an_impossible_setting_is_refused(override: str, message: str) -> None:
-    defaults = OmegaConf.load(RECIPES.parent / "configs" / "experiment" / "benchmark.yaml")
     with pytest.raises(SystemExit) as caught:
-        check(OmegaConf.merge(defaults, OmegaConf.from_dotlist([override])))
+        check(config(override))
     assert caught.value.code == message
 
 
 def test_the_defaults_are_no_impossible_setting() -> None:
-    check(OmegaConf.load(RECIPES.parent / "configs" / "experiment" / "benchmark.yaml"))
+    check(config())
 
 
 # ---------------------------------------------------------------- ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 from exact import identical, tensor_bits
 from ranks import returned, run_ranks
-from test_codec import DTYPES, VALUES, tensor_of
+from test_codec import DTYPES, INTS, VALUES, tensor_of
 
 from syncstate import Context, Every, SharedState, SyncEngine
 from syncstate.errors import ComputeError
@@ -281,6 +281,85 @@ def small_versions(rank: int) -> bool:
 
 def test_an_old_small_value_does_not_change_under_its_holder() -> None:
     assert returned(run_ranks(small_versions, 2)) == [True, True]
+
+
+def random_value(rng: np.random.Generator, depth: int = 0) -> Any:
+    """A list of tensors, arrays and numbers of shapes and types that change now and then."""
+    kinds: list[Callable[[], Any]] = [
+        lambda: torch.from_numpy(rng.integers(0, 256, int(rng.integers(0, 6)), np.uint8)),
+        lambda: tensor_of(DTYPES[int(rng.integers(len(DTYPES)))], *rng.integers(0, 4, int(rng.integers(3))).tolist()),
+        lambda: torch.tensor(rng.random()),
+        lambda: torch.zeros(int(rng.integers(3)), 5),
+        lambda: rng.random(3),
+        lambda: float(rng.random()),
+        lambda: torch.from_numpy(rng.random(700)),
+    ]
+    items = [kinds[int(rng.integers(len(kinds)))]() for _ in range(int(rng.integers(1, 12)))]
+    return items if depth else {"a": items, "b": random_value(rng, 1)}
+
+
+def changing_layouts(rank: int) -> list[int]:
+    """Syncs whose values look like the one before or otherwise; which versions are not what they should be, at the end."""
+    rng = np.random.default_rng(0)
+    values: list[Any] = []
+    while len(values) < 60:
+        values += [random_value(rng)] * int(rng.integers(1, 4))  # the same layout again, with the same bits
+        values.append(value_like(rng, values[-1]))
+    state = SharedState()
+    state.add("x", Sequence(iter(values)), every=Every(steps=1))
+    held = []
+    with SyncEngine(state, frame_bytes=4096) as engine:
+        for step in range(len(values)):
+            engine.step(step)
+            held.append(state["x"])
+    return [i for i, (a, b) in enumerate(zip(held, values, strict=True)) if not identical(a, b)]
+
+
+def value_like(rng: np.random.Generator, value: Any) -> Any:
+    """The same layout with other numbers."""
+    if isinstance(value, dict):
+        return {name: value_like(rng, item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [value_like(rng, item) for item in value]
+    return value.flip(0) if isinstance(value, torch.Tensor) and value.dim() and value.dtype in (*INTS[:5], torch.float64) else value
+
+
+def test_syncs_of_changing_layouts_bring_exact_values_that_stay_as_they_were() -> None:
+    assert returned(run_ranks(changing_layouts, 2)) == [[], []]
+
+
+def in_modes(rank: int) -> list[Any]:
+    """Refreshes values of all sizes in turn inside and outside of modes that change how torch makes tensors."""
+
+    def compute(ctx: Context) -> Any:
+        with torch.inference_mode(False), torch.device("cpu"):
+            return [torch.full((n,), float(ctx.step)) for n in (3, 5, 2000)]
+
+    def large(ctx: Context) -> Any:
+        with torch.inference_mode(False), torch.device("cpu"):
+            return torch.full((MB,), float(ctx.step))
+
+    state = SharedState()
+    state.add("x", compute, every=Every(steps=1))
+    state.add("large", large, every=Every(steps=1))
+    state.add("alone", large, every=NEVER)
+    found: list[Any] = []
+    modes: list[Callable[[], Any]] = [torch.inference_mode, torch.enable_grad, lambda: torch.device("meta"), torch.no_grad]
+    with SyncEngine(state) as engine:
+        for step in range(9):
+            with modes[step % 4]():
+                engine.step(step)
+                engine.sync("alone")
+            weight = torch.ones(1, requires_grad=True)
+            held = [*state["x"], state["large"], state["alone"]]
+            (sum((weight * value).mean() for value in held)).backward()
+            assert weight.grad is not None
+            found.append([float(weight.grad), {str(value.device) for value in held}, any(v.is_inference() for v in held)])
+    return found
+
+
+def test_values_are_plain_tensors_on_the_cpu_whatever_mode_the_training_loop_is_in() -> None:
+    assert returned(run_ranks(in_modes, 2)) == [[[5.0 * step, {"cpu"}, False] for step in range(9)]] * 2
 
 
 def grown_from_previous(rank: int) -> list[Any]:

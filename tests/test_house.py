@@ -35,7 +35,7 @@ ROWS = (
     {"refresh"},
     {"run"},
     {"engine", "resync", "values", "samplers"},
-    {"config", "attachment", "host"},
+    {"config", "attachment", "trainer", "host"},
     {"lightning", "accelerate", "transformers", "testing", "report"},
     {"cli"},
 )

@@ -249,6 +249,18 @@ def test_a_finders_trial_reads_values_and_changes_none(how: str, tmp_path: Path)
     assert {name: draw.points for name, draw in draws.items()} == {n: d.points for n, d in draws_of_plain.items()}
 
 
+def test_a_fit_after_a_trial_that_failed_works(tmp_path: Path) -> None:
+    def fail(model: Model) -> None:
+        raise ValueError("mine")
+
+    state, draws = drawing()
+    callback = SyncStateCallback(state)
+    with pytest.raises(ValueError, match="mine"), quiet():
+        Tuner(make_trainer(callback, default_root_dir=tmp_path)).lr_find(Model(act=fail))
+    fit(make_trainer(callback))
+    assert draws["draw"].points == [(0, 0), (2, 0), (4, 0), (6, 1), (8, 1)]
+
+
 # ---------------------------------------------------------------- logging
 
 

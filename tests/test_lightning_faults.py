@@ -121,7 +121,8 @@ def differing(rank: int) -> None:
 def test_ranks_with_other_schedules_do_not_begin() -> None:
     outcomes = run_ranks(differing, 2, init=False)
     assert [outcome.error for outcome in outcomes] == ["MismatchError"] * 2
-    assert [outcome.message.splitlines()[1:] for outcome in outcomes] == []
+    difference = "  values.draw.every: 'every 2 steps' on rank 0; 'every 3 steps' on rank 1"
+    assert [outcome.message.splitlines()[1:] for outcome in outcomes] == [[difference]] * 2
 
 
 def main_without_checkpoints(rank: int, options: dict[str, Any]) -> None:

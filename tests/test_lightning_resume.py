@@ -47,6 +47,7 @@ def resumed_from(checkpoint: Path, workers: int = 0, **options: Any) -> list[Any
         # At the end of an epoch.
         ({}, EPOCHS, 0, [4, 8]),
         ({}, EPOCHS, 1, [4]),
+        ({"save_on_train_epoch_end": True}, {**STEPS, "limit_val_batches": 1}, 0, [4, 8]),
         # After the validation at the end of an epoch.
         ({"save_on_train_epoch_end": False}, {**EPOCHS, "limit_val_batches": 1}, 0, [4, 8]),
         ({"save_on_train_epoch_end": False}, {**STEPS, "limit_val_batches": 1}, 1, [4]),

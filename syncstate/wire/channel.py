@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from syncstate.topology import Topology
-from syncstate.wire.meeting import Meeting
+from syncstate.wire.meeting import Meeting, Patience
 from syncstate.wire.notes import Note
 from syncstate.wire.sockets import Sockets
 from syncstate.wire.verdict import Wait, broken, late
@@ -19,7 +19,6 @@ __all__ = ["Channel", "Wait"]
 _SLICE = timedelta(milliseconds=100)
 _LONGEST_SETUP = 60.0
 _SPARE_SECONDS = 30.0
-_LONGEST_PAUSE = 0.05
 
 
 class Channel:
@@ -122,18 +121,18 @@ class Channel:
         Raises:
             SyncStateError: A rank failed or did not answer.
         """
-        board, pause = self._board, 0.001
-        if board is None:
+        board, sockets, patience = self._board, self._sockets, Patience(wait.timeout)
+        if board is None or sockets is None:
             return
-        while board.acknowledge(0) < self._acknowledged * self.topology.world_size:
+        wanted = self._acknowledged * self.topology.world_size
+        while board.acknowledge(0) < wanted:
             if board.alarmed():
                 raise board.hear(wait.step).error()
-            if board.lost is not None:
-                raise broken(wait, board, self.topology, RuntimeError(board.lost)).error()
-            if time.monotonic() - wait.begun >= wait.timeout:
+            # A rank that left in good order has acknowledged before, so the count is looked at once more.
+            if board.lost is not None or (sockets.broken() and board.acknowledge(0) < wanted):
+                raise broken(wait, board, self.topology, RuntimeError(board.lost or "connection closed")).error()
+            if not patience.pause():
                 raise late(wait, board, self.topology).error()
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def news(self, step: int) -> Note | None:
         """The note of a failure, if a rank has left one. One short question to the store.

@@ -82,7 +82,8 @@ class Frame:
     """
 
     def __init__(self, nbytes: int, max_bytes: int) -> None:
-        self.buffer = torch.zeros(nbytes, dtype=torch.uint8)
+        with torch.inference_mode(False):  # which would make a buffer that can be used in that mode only
+            self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         self._raw = self.buffer.numpy().data
         self._max_bytes = max_bytes
         self._lengths = (b"", Lengths(0, 0, 0, 0))  # the last ones that were checked, and their bytes
@@ -116,7 +117,7 @@ class Frame:
             raw[HEADER_BYTES : HEADER_BYTES + len(tree)] = tree
             body = self._region(parcel)
         else:
-            body = torch.empty(tree_end + region, dtype=torch.uint8)
+            body = torch.empty(tree_end + region, dtype=torch.uint8, device="cpu")
             body.numpy().data[: len(tree)] = tree
             write_blobs(parcel, body[tree_end:])
         raw[: _PREFIX.size] = stamp.prefix()
@@ -127,7 +128,7 @@ class Frame:
     def _region(parcel: Parcel) -> torch.Tensor:
         if len(parcel.blobs) == 1 and parcel.blobs[0].numel() == parcel.blob_bytes:
             return parcel.blobs[0]
-        region = torch.empty(parcel.blob_bytes, dtype=torch.uint8)
+        region = torch.empty(parcel.blob_bytes, dtype=torch.uint8, device="cpu")
         write_blobs(parcel, region)
         return region
 

@@ -10,11 +10,12 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from syncstate.errors import MismatchError, PeerError, SyncStateError, SyncTimeout
+from syncstate.errors import CodecError, MismatchError, PeerError, SyncStateError, SyncTimeout
 
 __all__ = ["Note", "NoteBoard", "Store"]
 
 _CLASSES: dict[str, type[SyncStateError]] = {
+    "codec": CodecError,
     "mismatch": MismatchError,
     "peer": PeerError,
     "timeout": SyncTimeout,
@@ -39,7 +40,7 @@ class Note:
     """Why the engines of a group have ended.
 
     Attributes:
-        kind: `"mismatch"`, `"peer"` or `"timeout"`: the class that the other ranks raise.
+        kind: `"codec"`, `"mismatch"`, `"peer"` or `"timeout"`: the class that the other ranks raise.
         rank: Who wrote it.
         step: Its step then.
         text: What happened, whole.

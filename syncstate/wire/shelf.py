@@ -10,7 +10,7 @@ _MOST_TENSORS = 4096
 
 
 class Shelf:
-    """Tensors made ahead: most syncs bring the layouts of the one before, and making a tensor takes longer than filling it.
+    """Tensors made ahead, because most syncs bring the layouts of the one before, and making takes longer than filling.
 
     `stock` makes them in the order in which they came last time; `take` hands them out.
     """
@@ -26,7 +26,7 @@ class Shelf:
         """Make what the next sync is likely to need."""
         with torch.inference_mode(False):
             for layout in self._wanted[len(self._items) :]:
-                tensor = torch.empty(layout.shape, dtype=layout.dtype)
+                tensor = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
                 bits = tensor.reshape(-1).view(torch.uint8) if layout.shape else tensor.reshape(1).view(torch.uint8)
                 self._items.append((layout, tensor, bits.numpy().data))
 

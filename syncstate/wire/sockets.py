@@ -1,6 +1,7 @@
 """The connections of one gloo group, which torch does not hand out: found by what appeared while the group was made."""
 
 import os
+import select
 import socket
 import stat
 import weakref
@@ -42,6 +43,15 @@ class Sockets:
                     connection.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     pass
+
+    def broken(self) -> bool:
+        """Whether a connection has ended, because its other side has died or left. Reads nothing from it."""
+        poll = select.poll()
+        for fd, inode in self._inodes.items():
+            if _inode(fd) != inode:  # the backend has heard of it, and closed it
+                return True
+            poll.register(fd, select.POLLRDHUP)
+        return any(events & (select.POLLRDHUP | select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
 
     def forget(self) -> None:
         """The group is gone, and its descriptors with it."""
