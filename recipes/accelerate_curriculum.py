@@ -93,7 +93,7 @@ def train(cfg: DictConfig, run_dir: Path) -> None:
     longest = cfg.length.last
 
     state, options = build(cfg.syncstate)
-    options["config"] = {**options["config"], "text": zlib.crc32(bytes(text.tolist()))}
+    options["config"] = {**options.get("config", {}), "text": zlib.crc32(bytes(text.tolist()))}
 
     @state.shared()
     def length(ctx: Context) -> int:
@@ -119,14 +119,14 @@ def train(cfg: DictConfig, run_dir: Path) -> None:
                     accelerator.backward(loss)
                     optimizer.step()
                     optimizer.zero_grad()
-                    hook.step()  # right after the optimizer's; counts only where it really stepped
+                    hook.step()  # right after the optimizer's; counts optimizer steps, not batches
                 bar.set_postfix(length=length.value, temperature=f"{state['temperature']:.2f}", refresh=False)
                 bar.update()
         agreed, table = agreement(state)
     after = bits_per_character(accelerator, model, text[-held_out:], longest)
 
     if accelerator.is_main_process:
-        accelerator.print(f"after the last step: {'all ranks agree' if agreed else 'RANKS DIFFER'}\n{table}")
+        print(f"after the last step: {'all ranks agree' if agreed else 'RANKS DIFFER'}\n{table}")
         print(f"validation loss: {before:.2f} bits per character before, {after:.2f} after", flush=True)
         torch.save(accelerator.unwrap_model(model).state_dict(), run_dir / "model.pt")
         print(f"model: {run_dir / 'model.pt'}", flush=True)

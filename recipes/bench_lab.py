@@ -1,6 +1,7 @@
 """How the benchmark measures. A row of `bench_rows` says what, and calls one of the three methods of `Lab`.
 
-All times are those of the slowest rank. Ranks meet in a barrier before every timed operation. An operation is timed in
+All times are those of the slowest rank. Ranks meet in a barrier before every timed operation, on a group of its own: the
+group of the barrier is warm afterwards, and what uses it next would gain by that. An operation is timed in
 alternation with its baseline and with nothing else, so that its ratio does not depend on which others are measured; the
 order within each pair is drawn, the same on every rank.
 """
@@ -79,7 +80,7 @@ class Lab:
     Attributes:
         settings: As given.
         rank, ranks, is_main: This process in the group.
-        readings: What was measured so far, the same on every rank.
+        readings: What was measured since `take`, the same on every rank.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -88,6 +89,16 @@ class Lab:
         self.is_main = self.rank == 0
         self.readings: list[Reading] = []
         self._order = random.Random(0)
+        self._meeting = dist.new_group()
+
+    def take(self) -> list[Reading]:
+        """The readings, of which none is left behind."""
+        taken, self.readings = self.readings, []
+        return taken
+
+    def meet(self) -> None:
+        """Wait for the other ranks."""
+        dist.barrier(self._meeting)
 
     def ratio(
         self,
@@ -112,7 +123,7 @@ class Lab:
         pair = (over, operation)
         for one in pair:
             for _ in range(_WARM_UP):
-                dist.barrier()
+                self.meet()
                 one.run()
             if not _same(one.held(), want):
                 raise RuntimeError(f"{contender}: rank {self.rank} does not hold what rank 0 sent")
@@ -148,7 +159,7 @@ class Lab:
                 times.append(self._timed(lambda: block(1)))
                 continue
             for turn in range(self.ranks):
-                dist.barrier()
+                self.meet()
                 if turn == self.rank:
                     times.append(_seconds(lambda: block(calls)))
         low, middle, high = _quartiles([taken / calls * 1e6 for taken in self._slowest(times)])
@@ -189,17 +200,16 @@ class Lab:
         with SyncEngine(state) as engine:
             engine.start()
             yield Operation(run, lambda: list(state.values()))
-            dist.barrier()
+            self.meet()  # a rank that ends earlier is missed by one that still shares
 
-    @staticmethod
-    def _timed(run: Callable[[], object]) -> float:
-        dist.barrier()
+    def _timed(self, run: Callable[[], object]) -> float:
+        self.meet()
         return _seconds(run)
 
     def _slowest(self, mine: Sequence[float]) -> list[float]:
         """Element by element the largest number that any rank has."""
         numbers = torch.tensor(mine, dtype=torch.float64)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._meeting)
         return numbers.tolist()
 
     def _note(

@@ -30,11 +30,10 @@ _PRELOAD = ["syncstate", "lightning.pytorch", "accelerate", "ignite.distributed"
 
 def measure(rows: list[str], settings: Settings) -> dict[str, list[Reading]]:
     """One run, on one rank: the readings of each row."""
-    found = {}
+    lab, found = Lab(settings), {}
     for name in rows:
-        lab = Lab(settings)
         ROWS[name].measure(lab)
-        found[name] = lab.readings
+        found[name] = lab.take()
     return found
 
 

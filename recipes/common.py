@@ -33,7 +33,8 @@ def lacks_ranks() -> bool:
 
     It sets the address at which the ranks are to meet, and leaves starting the others to mpirun.
     """
-    return "MASTER_PORT" in os.environ and not is_rank()
+    asked = "MASTER_PORT" in os.environ and os.environ.get("ACCELERATE_USE_CPU") == "True"
+    return asked and not is_rank()
 
 
 def join_run() -> None:

@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Any
 
 from syncstate.checkpoint import Restored, parse, snapshot
-from syncstate.errors import ConfigError, PeerError
+from syncstate.errors import ConfigError, PeerError, SyncStateError
 from syncstate.options import Options
 from syncstate.plan import Agenda, Entry
-from syncstate.run import Run
+from syncstate.run import LOOK_SECONDS, Run
 from syncstate.schedule import Every, Schedule
 from syncstate.sources import Failure
 from syncstate.state import SharedState
@@ -20,7 +20,6 @@ from syncstate.stats import Stats
 
 __all__ = ["SyncEngine"]
 
-_LOOK_SECONDS = 1.0  # how often a step with nothing due looks for news of a failure
 _log = logging.getLogger("syncstate")
 
 
@@ -217,7 +216,7 @@ class SyncEngine:
         self._agenda.see(step, epoch)
         self._seen_step, self._seen_epoch = step, epoch
         self._next_step = self._agenda.next_step
-        self._thread, self._look_at = run.thread, time.monotonic() + _LOOK_SECONDS
+        self._thread, self._look_at = run.thread, time.monotonic() + LOOK_SECONDS
 
     def _kept(self, failure: Failure) -> bool:
         return self._options.on_error == "keep" and failure.kind == "compute"
@@ -260,9 +259,10 @@ class SyncEngine:
         """
         run, step = self._leaving()
         if run is not None:
-            standing = run.end(error, step)
-            if standing.rank != run.topology.rank and isinstance(error, Exception):
-                raise standing.error() from error
+            cause = run.end(error, step)
+            # What the engine itself raised, it has raised on all ranks.
+            if cause is not None and isinstance(error, Exception) and not isinstance(error, SyncStateError):
+                raise cause from error
 
     def close(self) -> None:
         """Leave in good order. Local; does nothing the second time, or after the engine has ended."""
@@ -286,6 +286,11 @@ class SyncEngine:
             self.close()
         else:
             self.leave(error)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._run is not None and self._run.ended is None:
+            raise ConfigError("an engine cannot be pickled while it runs; close it first")
+        return self.__dict__ | {"_run": None, "_agenda": Agenda(())}
 
     @property
     def seen(self) -> tuple[int, int]:

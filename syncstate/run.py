@@ -20,11 +20,13 @@ from syncstate.state import SharedState
 from syncstate.stats import Stats
 from syncstate.topology import find_topology
 from syncstate.wire.channel import Channel, Wait
+from syncstate.wire.meeting import store_lost
 from syncstate.wire.notes import Note
 from syncstate.wire.rendezvous import meet
 
-__all__ = ["Run"]
+__all__ = ["LOOK_SECONDS", "Run"]
 
+LOOK_SECONDS = 1.0  # how often a rank that does not wait looks for news of a failure
 _log = logging.getLogger("syncstate")
 
 
@@ -51,6 +53,7 @@ class Run:
         self.topology = find_topology(options.group, options.main)
         self.thread = threading.get_ident()
         self.busy = False
+        self._look_at = 0.0
         self.ended: Exception | None = None
         self._state = state
         self._timeout = options.seconds
@@ -133,7 +136,7 @@ class Run:
     def sync(
         self, call: str, due: Sequence[Entry], place: Mapping[str, Any], stats: Stats
     ) -> tuple[str, ...] | Failure:
-        """Refresh what is due, in one sync; while nothing is, hear of failures on other ranks.
+        """Refresh what is due, in one sync; once a second, hear of failures on other ranks.
 
         Args:
             call: The engine's method, for messages.
@@ -149,10 +152,13 @@ class Run:
             ConfigError: A call from another thread, or from inside a source.
         """
         with _Part(self, call, place["step"]):
-            if not due:
+            now = time.monotonic()
+            if now >= self._look_at:
+                self._look_at = now + LOOK_SECONDS
                 note = self._channel.news(place["step"])
                 if note is not None:
                     raise note.error()
+            if not due:
                 return ()
             result = self._refresh.sync(due, place, stats)
             if self._verifies and self._meeting is not None and not isinstance(result, Failure):
@@ -172,15 +178,21 @@ class Run:
         """Main's own exception behind the last failure, once."""
         return self._exchange.take_cause()
 
-    def end(self, error: BaseException, step: int) -> Note:
-        """Tell the other ranks, unless they know, and drop the group; returns the note that stands."""
+    def end(self, error: BaseException, step: int) -> SyncStateError | None:
+        """Tell the other ranks, unless they know, and drop the group.
+
+        Returns:
+            What another rank has told before, or that the store is gone and with it perhaps a rank; else None.
+        """
         note = self._tell(error, step)
         told = f"{type(error).__name__}: {error}"
         self.ended = error if isinstance(error, Exception) else PeerError(f"the engine ended at step {step}: {told}")
         self.event("ended", step=step, error=told)
         self._channel.teardown(abrupt=True)
         self._state.claim(False)
-        return note
+        if self._channel.lost is not None:
+            return store_lost(f"step {step}", self.topology.rank, self._channel.lost)
+        return None if note.rank == self.topology.rank else note.error()
 
     def close(self, step: int) -> None:
         """Leave in good order: hear that all ranks could apply what they received, sign off, and drop the group."""

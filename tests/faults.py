@@ -53,13 +53,16 @@ class Scene:
         state.add("x", self.value if source is None else source, every=Every(steps=every), **add)
         return SyncEngine(state, **{"timeout": 20.0, **(options or {})})
 
-    def loop(self, engine: SyncEngine, at_step: Callable[[], object] = lambda: None, last: int = LAST) -> int:
-        """Train: the fault happens before the sync of `STEP`."""
+    def loop(
+        self, engine: SyncEngine, at_step: Callable[[], object] = lambda: None, last: int = LAST, pace: float = 0.0
+    ) -> int:
+        """Train, a step in `pace` seconds: the fault happens before the sync of `STEP`."""
         with engine:
             engine.start()
             for step in range(1, last + 1):
                 if step == STEP:
                     at_step()
+                time.sleep(pace if step > STEP else 0.0)
                 engine.step(step)
                 if engine.state["x"] != step:
                     raise AssertionError(f"wrong value {engine.state['x']!r} at step {step}")
@@ -242,7 +245,7 @@ def exits(scene: Scene) -> Any:
 
 def leaves_early(scene: Scene) -> Any:
     """One rank has less data and ends in good order."""
-    return scene.loop(scene.engine(), last=STEP if scene.here else LAST)
+    return scene.loop(scene.engine(), last=STEP if scene.here else LAST, pace=0.5)
 
 
 def computes_too_long(scene: Scene) -> Any:

@@ -3,17 +3,25 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import returned, run_ranks
 from torch.profiler import ProfilerActivity, profile
 
-from syncstate import Every, SharedState, SyncEngine
+from syncstate import Context, Every, SharedState, SyncEngine
 from syncstate.errors import ComputeError
 
 NEVER = Every(steps=1 << 40, start=1 << 40)
 OPERATIONS = (
-    *("broadcast", "allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced"),
+    *(
+        "broadcast",
+        "allreduce",
+        "allreduce_coalesced",
+        "allgather",
+        "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+    ),
     *("reduce", "reduce_scatter", "gather", "scatter", "alltoall", "alltoall_base", "send", "recv", "recv_anysource"),
     *("barrier", "monitored_barrier"),
 )
@@ -72,16 +80,24 @@ class Watch:
         return [self.counted, self.issued, self.dispatched]
 
 
-def fail(ctx: Any) -> None:
+def fail(ctx: Context) -> None:
     raise ValueError("boom")
 
 
+def plus(i: int) -> Callable[[Context], int]:
+    return lambda ctx: i + ctx.step
+
+
+def filled(i: int) -> Callable[[Context], torch.Tensor]:
+    return lambda ctx: torch.full((8,), i + ctx.step)
+
+
 def watched(rank: int) -> dict[str, list[Any]]:
-    dist.ProcessGroupGloo = Counting  # type: ignore[misc]
+    """What a call takes, by what is due in it."""
     state = SharedState()
     for i in range(20):
-        state.add(f"number {i}", lambda ctx, i=i: i + ctx.step, every=Every(steps=10))
-        state.add(f"tensor {i}", lambda ctx, i=i: torch.full((8,), i + ctx.step), every=Every(steps=15))
+        state.add(f"number {i}", plus(i), every=Every(steps=10))
+        state.add(f"tensor {i}", filled(i), every=Every(steps=15))
     state.add("epoch", lambda ctx: ctx.epoch, every=Every(epochs=1), apply=lambda value, ctx: None)
     state.add("large", lambda ctx: torch.zeros(5000), every=NEVER)
     state.add("long", lambda ctx: "x" * 20_000, every=NEVER)
@@ -130,31 +146,8 @@ def watched(rank: int) -> dict[str, list[Any]]:
     return found
 
 
-def test_a_sync_takes_one_collective_up_to_the_frame_and_two_above_and_none_on_the_default_group() -> None:
-    one: list[Any] = [1, ["broadcast"], []]
-    two: list[Any] = [2, ["broadcast", "broadcast"], []]
-    none: list[Any] = [0, [], []]
-    expected = {
-        "start, with a warm-up that is no sync": [1, ["broadcast", "broadcast"], []],
-        "ten steps with nothing due": none,
-        "20 numbers": one,
-        "20 tensors": one,
-        "all of them and an epoch": one,
-        "number 3": one,
-        "large": two,
-        "long": two,
-        "fails": one,
-        "cannot travel": one,
-        "reading": none,
-        "closing": none,
-        "one of the default group, to see that the profiler would": [["gloo:broadcast"], ["c10d::broadcast_"]],
-    }
-    assert returned(run_ranks(watched, 2)) == [expected] * 2
-
-
 def restarted(rank: int) -> list[list[Any]]:
     """What a start takes that restores a checkpoint which all ranks loaded, and one which only the last loaded."""
-    dist.ProcessGroupGloo = Counting  # type: ignore[misc]
     state = SharedState()
     state.add("x", lambda ctx: ctx.step)
     engine = SyncEngine(state)
@@ -162,7 +155,7 @@ def restarted(rank: int) -> list[list[Any]]:
     content = engine.state_dict()
     engine.close()
     found = []
-    for load in (True, rank == 2):
+    for load in (True, rank == 1):
         if load:
             engine.load_state_dict(content)
         with Watch(engine) as watch:
@@ -172,12 +165,8 @@ def restarted(rank: int) -> list[list[Any]]:
     return found
 
 
-def test_a_restored_checkpoint_is_only_sent_where_ranks_loaded_different_ones() -> None:
-    assert returned(run_ranks(restarted, 3)) == [[[0, ["broadcast"], []], [0, ["broadcast"] * 3, []]]] * 3
-
-
 def alone(rank: int) -> list[Any]:
-    dist.ProcessGroupGloo = Counting  # type: ignore[misc]
+    """What three syncs take in a process that shares with nobody."""
     state = SharedState()
     state.add("x", lambda ctx: torch.zeros(5000), every=Every(steps=1))
     engine = SyncEngine(state, group="single")
@@ -187,5 +176,47 @@ def alone(rank: int) -> list[Any]:
     return watch.found
 
 
-def test_a_process_that_shares_with_nobody_issues_nothing() -> None:
-    assert returned(run_ranks(alone, 2)) == [[0, [], []]] * 2
+def all_counts(rank: int) -> list[Any]:
+    dist.ProcessGroupGloo = Counting  # type: ignore[misc]
+    return [watched(rank), restarted(rank), alone(rank)]
+
+
+@pytest.fixture(scope="module")
+def counts() -> list[list[Any]]:
+    """What each of two ranks found, by what it did."""
+    ranks = returned(run_ranks(all_counts, 2))
+    return [[found[what] for found in ranks] for what in range(3)]
+
+
+ONE: list[Any] = [1, ["broadcast"], []]
+TWO: list[Any] = [2, ["broadcast", "broadcast"], []]
+NONE: list[Any] = [0, [], []]
+
+
+def test_a_sync_takes_one_collective_up_to_the_frame_and_two_above_and_none_on_the_default_group(
+    counts: list[list[Any]],
+) -> None:
+    expected = {
+        "start, with a warm-up that is no sync": [1, ["broadcast", "broadcast"], []],
+        "ten steps with nothing due": NONE,
+        "20 numbers": ONE,
+        "20 tensors": ONE,
+        "all of them and an epoch": ONE,
+        "number 3": ONE,
+        "large": TWO,
+        "long": TWO,
+        "fails": ONE,
+        "cannot travel": ONE,
+        "reading": NONE,
+        "closing": NONE,
+        "one of the default group, to see that the profiler would": [["gloo:broadcast"], ["c10d::broadcast_"]],
+    }
+    assert counts[0] == [expected] * 2
+
+
+def test_a_restored_checkpoint_is_only_sent_where_ranks_loaded_different_ones(counts: list[list[Any]]) -> None:
+    assert counts[1] == [[[0, ["broadcast"], []], [0, ["broadcast"] * 3, []]]] * 2
+
+
+def test_a_process_that_shares_with_nobody_issues_nothing(counts: list[list[Any]]) -> None:
+    assert counts[2] == [NONE] * 2

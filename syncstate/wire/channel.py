@@ -57,6 +57,11 @@ class Channel:
                 wait = Wait("start: connecting the ranks", 0, setup.total_seconds(), begun)
                 raise broken(wait, meeting.board, topology, error).error() from error
 
+    @property
+    def lost(self) -> str | None:
+        """Why the store no longer answers; None while it does."""
+        return None if self._board is None else self._board.lost
+
     def broadcast(
         self, buffer: torch.Tensor, wait: Wait, meanwhile: Callable[[], object] | None = None, root: int | None = None
     ) -> None:

@@ -15,7 +15,7 @@ HOST = 0  # the rank that reads what the others leave; not the main process, on 
 Groups = dict[str, tuple[list[int], str]]
 
 
-def store_lost(what: str, rank: int, error: BaseException) -> PeerError:
+def store_lost(what: str, rank: int, error: object) -> PeerError:
     """What to raise when the store does not answer."""
     told = str(error).split("\n", 1)[0][:200]
     return PeerError(

@@ -63,6 +63,8 @@ def _unpack(
         start = BITS_PREFIX.size
         end = start + BITS_PREFIX.unpack_from(tree)[1]
         bits, tree = bytes(tree[start:end]), memoryview(tree)[end:]
+    if shelf is not None and region is None and (filled := shelf.fill(tree, bits)) is not None:
+        return filled
     if len(tree) > _UNCHECKED_BYTES:
         _check_lengths(tree)
     unpacking = _Unpacking(bits, region, copy, allow_pickle, shelf)
@@ -81,6 +83,8 @@ def _unpack(
     beside = 0 if region is None else len(region)
     if unpacking.bits_end != len(bits) or unpacking.blobs_end != beside:
         raise CodecError(f"{len(bits)} + {beside} bytes of bits, {unpacking.bits_end} + {unpacking.blobs_end} are used")
+    if shelf is not None and region is None:
+        shelf.remember(tree, value)
     return value
 
 
