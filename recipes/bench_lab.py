@@ -1,9 +1,9 @@
 """How the benchmark measures. A row of `bench_rows` says what, and calls one of the three methods of `Lab`.
 
-All times are those of the slowest rank. Ranks meet in a barrier before every timed operation, on a group of its own: the
-group of the barrier is warm afterwards, and what uses it next would gain by that. An operation is timed in
-alternation with its baseline and with nothing else, so that its ratio does not depend on which others are measured; the
-order within each pair is drawn, the same on every rank.
+All times are those of the slowest rank. Ranks meet in a barrier before every timed operation, on a group of its own: it
+leaves that group warm, and what used it next would gain by that. An operation is timed in alternation with its baseline
+and with nothing else, so that its ratio does not depend on which others are measured; the order within each pair is
+drawn, the same on every rank.
 """
 
 import os

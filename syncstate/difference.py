@@ -1,6 +1,7 @@
 """Where the plans of ranks differ, key by key."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,9 @@ def _plain(content: Any) -> Any:
         return {str(key): _plain(value) for key, value in content.items()} or "{}"
     if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
         return {str(index): _plain(value) for index, value in enumerate(content)} or "[]"
-    return repr(content)
+    if isinstance(content, (set, frozenset)):  # whose own text has no order
+        return f"{{{', '.join(sorted(map(str, map(_plain, content))))}}}"
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(content))  # where an object lies is each process's own
 
 
 def differences(groups: Mapping[str, tuple[list[int], str]], limit: int = 5) -> str:

@@ -244,7 +244,7 @@ class SyncEngine:
         Args:
             reason: Why, in a few words.
         """
-        run, step = self._leaving()
+        run, step = self._leaving("abort")
         if run is not None:
             run.end(PeerError(f"rank {run.topology.rank} ended the engine at step {step}: {reason}"), step)
 
@@ -266,14 +266,17 @@ class SyncEngine:
 
     def close(self) -> None:
         """Leave in good order. Local; does nothing the second time, or after the engine has ended."""
-        run, step = self._leaving()
+        run, step = self._leaving("close")
         if run is not None:
             run.close(step)
 
-    def _leaving(self) -> tuple[Run | None, int]:
-        """The run, if it has not ended."""
+    def _leaving(self, call: str | None = None) -> tuple[Run | None, int]:
+        """The run, if it has not ended; a call from inside a source or another thread is refused."""
+        run = self._run if self._run is not None and self._run.ended is None else None
+        if run is not None and call is not None:
+            run.admit(call)
         self._started, self._thread = False, 0
-        return (self._run if self._run is not None and self._run.ended is None else None), self._seen_step
+        return run, self._seen_step
 
     def __enter__(self) -> "SyncEngine":
         return self

@@ -10,7 +10,7 @@ from syncstate.batch import Batch
 from syncstate.context import Context
 from syncstate.exchange import Exchange
 from syncstate.plan import Entry
-from syncstate.sources import Failure
+from syncstate.sources import Failure, describe
 from syncstate.state import SharedState
 from syncstate.stats import Stats
 from syncstate.topology import Topology
@@ -129,7 +129,7 @@ class Refresh:
             yield
         except Exception as error:
             rank = self._rank
-            told = f"{what} of value {name!r} failed at step {step} on rank {rank}: {type(error).__name__}: {error}"
+            told = f"{what} of value {name!r} failed at step {step} on rank {rank}: {describe(error)}"
             text = "".join(traceback.format_exception(error)).rstrip()
             self._channel.tell("peer", step, f"{told}\nTraceback on rank {rank}:\n{text}")
             error.add_note(f"syncstate: raised by {what} of value {name!r} at step {step} on rank {rank}")

@@ -15,7 +15,7 @@ from syncstate.exchange import Exchange
 from syncstate.options import Options
 from syncstate.plan import Entry, Plan
 from syncstate.refresh import Refresh
-from syncstate.sources import Failure
+from syncstate.sources import Failure, describe
 from syncstate.state import SharedState
 from syncstate.stats import Stats
 from syncstate.topology import find_topology
@@ -185,7 +185,7 @@ class Run:
             What another rank has told before, or that the store is gone and with it perhaps a rank; else None.
         """
         note = self._tell(error, step)
-        told = f"{type(error).__name__}: {error}"
+        told = describe(error)
         self.ended = error if isinstance(error, Exception) else PeerError(f"the engine ended at step {step}: {told}")
         self.event("ended", step=step, error=told)
         self._channel.teardown(abrupt=True)
@@ -204,6 +204,19 @@ class Run:
         self._channel.teardown(abrupt=False)
         self._state.claim(False)
 
+    def admit(self, call: str) -> None:
+        """Refuse a call of the engine that would deadlock, and any after the end.
+
+        Args:
+            call: The engine's method, for messages.
+        """
+        if threading.get_ident() != self.thread:
+            raise ConfigError(f"{call}: only the thread that started the engine may call it")
+        if self.ended is not None:
+            raise self.ended
+        if self.busy:
+            raise ConfigError(f"{call}: called from inside a source or apply; a sync is running already")
+
     def event(self, what: str, **fields: Any) -> None:
         """Tell the user's sink what happened, if there is one."""
         if self._sink is not None:
@@ -213,7 +226,7 @@ class Run:
         if isinstance(error, SyncStateError) and not isinstance(error, ConfigError):
             kinds = {CodecError: "codec", MismatchError: "mismatch", SyncTimeout: "timeout"}
             return self._channel.tell(kinds.get(type(error), "peer"), step, str(error))
-        text = f"rank {self.topology.rank} failed at step {step}: {type(error).__name__}: {error}"
+        text = f"rank {self.topology.rank} failed at step {step}: {describe(error)}"
         return self._channel.tell("peer", step, text)
 
     def _wait(self, what: str) -> Wait:
@@ -229,14 +242,8 @@ class _Part:
         self._run, self._call, self._step = run, call, step
 
     def __enter__(self) -> None:
-        run = self._run
-        if threading.get_ident() != run.thread:
-            raise ConfigError(f"{self._call}: only the thread that started the engine may call it")
-        if run.ended is not None:
-            raise run.ended
-        if run.busy:
-            raise ConfigError(f"{self._call}: called from inside a source or apply; a sync is running already")
-        run.busy = True
+        self._run.admit(self._call)
+        self._run.busy = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         self._run.busy = False

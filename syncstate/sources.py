@@ -9,7 +9,7 @@ from syncstate.errors import CodecError, ComputeError, MismatchError, SyncStateE
 from syncstate.spec import check_spec
 from syncstate.wire.codec import Parcel, pack
 
-__all__ = ["Failure", "Refused", "compute"]
+__all__ = ["Failure", "Refused", "compute", "describe"]
 
 
 class Failure(NamedTuple):
@@ -85,7 +85,7 @@ def compute(batch: Batch, fields: dict[str, Any], seed: int, rank: int, allow_pi
         try:
             value = source(context(fields, record.sent, seed, name, record.version + 1))
         except Exception as error:
-            faults.append(_Fault(name, "compute", _told(error), error))
+            faults.append(_Fault(name, "compute", describe(error), error))
             continue
         if spec is not None:
             wrong = check_spec(value, spec)
@@ -107,8 +107,8 @@ def _cannot_travel(batch: Batch, values: list[Any], error: CodecError, allow_pic
         try:
             pack(value, allow_pickle=allow_pickle)
         except CodecError as fault:
-            faults.append(_Fault(entry.name, "compute", _told(fault), fault))
-    return faults or [_Fault(", ".join(batch.names), "compute", _told(error), error)]
+            faults.append(_Fault(entry.name, "compute", describe(fault), fault))
+    return faults or [_Fault(", ".join(batch.names), "compute", describe(error), error)]
 
 
 def _refused(faults: list[_Fault], step: int, rank: int) -> Refused:
@@ -122,6 +122,10 @@ def _refused(faults: list[_Fault], step: int, rank: int) -> Refused:
     return Refused(failure, causes[0] if causes else None)
 
 
-def _told(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """The class and the message of an exception; errors travel as text, because a class may not be there elsewhere."""
-    return f"{type(error).__name__}: {error}"
+    try:
+        text = str(error)
+    except Exception:  # its own fault must not hide it
+        text = "(it cannot say what happened)"
+    return f"{type(error).__name__}: {text}"

@@ -13,9 +13,9 @@ from expect import refuses
 from ranks import returned, run_ranks
 
 from syncstate import At, Context, Every, Once, SharedState, SyncEngine
-from syncstate.schedule import Schedule
 from syncstate.errors import ComputeError, ConfigError, NotReady
 from syncstate.record import Info
+from syncstate.schedule import Schedule
 
 
 def step_of(ctx: Context) -> int:
@@ -369,7 +369,9 @@ def test_on_error_keep_logs_and_counts_instead_of_raising(caplog: pytest.LogCapt
         assert (engine.stats["x"].syncs, engine.stats["x"].failed) == (1, 2)
     (first, second) = [record for record in caplog.records if record.name == "syncstate"]
     assert (first.levelno, second.levelno) == (logging.ERROR, logging.ERROR)
-    assert first.getMessage().startswith("the old values stay: value 'x' at step 0 on main (rank 0): ValueError: boom\n")
+    assert first.getMessage().startswith(
+        "the old values stay: value 'x' at step 0 on main (rank 0): ValueError: boom\n"
+    )
 
 
 # Counters and events
@@ -440,7 +442,7 @@ def test_events_go_to_a_file_as_json_lines(tmp_path: Path) -> None:
         ({"lag": 1}, "engine: lag=1 is not available yet; leave it out or give 0"),
         ({"scope": "node"}, "engine: scope='node' is not available yet; leave it out or give 'world'"),
         ({"resync": 3}, "engine: resync=3 is not available yet; leave it out or give None"),
-        ({"verify_values": True}, "engine: verify_values=True is not available yet; leave it out or give False"),
+        ({"verify_values": 1}, "engine: verify_values must be true or false, got 1"),
     ],
 )
 def test_impossible_settings_are_refused_at_once(options: dict[str, Any], message: str) -> None:
@@ -556,17 +558,18 @@ def open_and_close(rank: int, world_size: int) -> list[int]:
     """Engines opened and closed in a row; the ranks reach each end at different times, and nobody may see an error."""
     values = []
     state = SharedState()
-    state.add("x", lambda ctx: torch_free_work(ctx.step), every=Every(steps=1))
+    state.add("x", lambda ctx: busy(ctx.step), every=Every(steps=1))
+    state.add("applied", lambda ctx: ctx.step, every=Every(steps=2), apply=lambda value, ctx: busy(1000 * ctx.rank))
     for run in range(20):
         engine = SyncEngine(state)
         engine.start(run)
-        torch_free_work((rank + run) % world_size * 20_000)
+        busy((rank + run) % world_size * 20_000)
         engine.close()
         values.append(state["x"])
     return values
 
 
-def torch_free_work(n: int) -> int:
+def busy(n: int) -> int:
     total = n
     for _ in range(n):
         total = total % 1_000_003 * 2

@@ -138,6 +138,10 @@ def test_a_run_goes_on_with_another_number_of_ranks() -> None:
 # What is in it
 
 
+def made_by(make: Callable[[], Any]) -> Callable[[Context], Any]:
+    return lambda ctx: make()
+
+
 def through_a_file(content: dict[str, Any]) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(content, file)
@@ -150,7 +154,7 @@ def test_every_kind_of_value_survives_a_file_of_weights_only() -> None:
     kinds = {name: make for name, make in VALUES.items() if name != "numpy scalars"}
     state = SharedState()
     for name, make in kinds.items():
-        state.add(name, lambda ctx, make=make: make())
+        state.add(name, made_by(make))
     with SyncEngine(state) as engine:
         engine.start()
         content = through_a_file(engine.state_dict())
@@ -202,7 +206,12 @@ def test_an_engine_that_loaded_and_did_not_start_saves_what_it_loaded() -> None:
 def test_values_without_checkpoint_are_not_in_it_and_are_computed_at_the_start() -> None:
     def state_of(log: list[str]) -> SharedState:
         state = SharedState()
-        for name, every in (("a", Every(steps=10)), ("b", Every(epochs=2)), ("c", Once()), ("d", Every(steps=9, start=50))):
+        for name, every in (
+            ("a", Every(steps=10)),
+            ("b", Every(epochs=2)),
+            ("c", Once()),
+            ("d", Every(steps=9, start=50)),
+        ):
             state.add(name, lambda ctx, name=name: log.append(name) or ctx.step, every=every, checkpoint=False)  # type: ignore[func-returns-value]
         state.add("kept", lambda ctx: ctx.step, every=Every(steps=10))
         return state
@@ -442,7 +451,7 @@ def test_a_damaged_checkpoint_is_refused_when_it_is_loaded(what: str) -> None:
         engine.start()
         content = engine.state_dict()
     DAMAGE[what](content)
-    with pytest.raises(ConfigError, match="^load_state_dict: "):
+    with pytest.raises(ConfigError, match=r"^load_state_dict: "):
         SyncEngine().load_state_dict(content)
 
 
@@ -453,7 +462,7 @@ def test_bytes_that_are_no_value_are_refused_with_the_values_name() -> None:
     content["values"]["x"]["data"] = content["values"]["x"]["data"][:-1]
     second = SyncEngine(SharedState({"x": lambda ctx: 2}))
     second.load_state_dict(content)
-    with pytest.raises(ConfigError, match="^load_state_dict: value 'x' cannot be read: cannot decode"):
+    with pytest.raises(ConfigError, match=r"^load_state_dict: value 'x' cannot be read: cannot decode"):
         second.start()
     with pytest.raises(NotReady):
         second.state["x"]

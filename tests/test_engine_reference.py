@@ -93,7 +93,13 @@ class Reference:
             value = self.values[name]
             previous, value.version = value.value, value.version + 1
             value.computed_at, value.ready = step, True
-            value.value = [step, epoch, value.version, draw(generator(SEED, name, value.version)), previous and previous[0]]
+            value.value = [
+                step,
+                epoch,
+                value.version,
+                draw(generator(SEED, name, value.version)),
+                previous and previous[0],
+            ]
         self.seen, self.started = (step, epoch), True
         return due
 

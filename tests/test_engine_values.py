@@ -29,6 +29,14 @@ class Sequence:
         return next(self.values)
 
 
+def made_by(make: Callable[[], Any]) -> Callable[[Context], Any]:
+    return lambda ctx: make()
+
+
+def always(value: Any) -> Callable[[Context], Any]:
+    return lambda ctx: value
+
+
 def unlike(state: SharedState, values: dict[str, Callable[[], Any]]) -> list[str]:
     """Names whose value in the state is not exactly what its function makes."""
     return [name for name, make in values.items() if not identical(settled(state[name]), settled(make()))]
@@ -47,7 +55,7 @@ def settled(value: Any) -> Any:
 def one_by_one(rank: int, frame_bytes: int) -> dict[str, Any]:
     state = SharedState()
     for name, make in VALUES.items():
-        state.add(name, lambda ctx, make=make: make(), every=NEVER)
+        state.add(name, made_by(make), every=NEVER)
     with SyncEngine(state, frame_bytes=frame_bytes) as engine:
         engine.start()
         bodies = 0
@@ -67,7 +75,7 @@ def test_every_kind_of_value_arrives_exactly_alone(frame_bytes: int) -> None:
 def all_together(rank: int, frame_bytes: int) -> list[str]:
     state = SharedState()
     for name, make in VALUES.items():
-        state.add(name, lambda ctx, make=make: make())
+        state.add(name, made_by(make))
     with SyncEngine(state, frame_bytes=frame_bytes) as engine:
         engine.start()
         engine.step(100)
@@ -95,7 +103,7 @@ SHAPES: dict[str, Callable[[], Any]] = {
 def above_the_frame(rank: int) -> list[Any]:
     state = SharedState()
     for name, make in SHAPES.items():
-        state.add(name, lambda ctx, make=make: make(), every=NEVER)
+        state.add(name, made_by(make), every=NEVER)
     with SyncEngine(state, frame_bytes=1024) as engine:
         engine.start()
         counts = []
@@ -165,11 +173,11 @@ def test_every_dtype_arrives_with_its_shape_and_bits() -> None:
 
 def main_changes_its_source(rank: int) -> list[float]:
     """What is held after main has overwritten everything that it sent."""
-    kept = [torch.zeros(4), torch.zeros(3000), np.zeros(4), np.zeros(3000)]
+    kept: list[Any] = [torch.zeros(4), torch.zeros(3000), np.zeros(4), np.zeros(3000)]
     state = SharedState()
     for i, value in enumerate(kept):
-        state.add(str(i), lambda ctx, value=value: value)
-        state.add(f"nested {i}", lambda ctx, value=value: {"in": [value]})
+        state.add(str(i), always(value))
+        state.add(f"nested {i}", always({"in": [value]}))
     with SyncEngine(state, frame_bytes=8192) as engine:
         engine.start()
         engine.sync("1")
@@ -259,9 +267,7 @@ def test_values_of_changing_sizes_do_not_disturb_each_other() -> None:
     assert main == peer
     counts = [2 * MB, MB, 2 * MB, 3 * MB, MB, MB]
     turns = [(0, 0), (1, 0), (1, 1), (2, 2), (2, 3), (3, 3), (4, 4), (5, 4)]
-    assert main == [
-        [(counts[a] // 4, float(a), float(a)), (counts[b] // 4, b + 0.5, b + 0.5)] for a, b in turns
-    ]
+    assert main == [[(counts[a] // 4, float(a), float(a)), (counts[b] // 4, b + 0.5, b + 0.5)] for a, b in turns]
 
 
 def small_versions(rank: int) -> bool:
@@ -299,7 +305,7 @@ def random_value(rng: np.random.Generator, depth: int = 0) -> Any:
 
 
 def changing_layouts(rank: int) -> list[int]:
-    """Syncs whose values look like the one before or otherwise; which versions are not what they should be, at the end."""
+    """Syncs whose values are laid out like the one before or otherwise; which versions are wrong in the end."""
     rng = np.random.default_rng(0)
     values: list[Any] = []
     while len(values) < 60:
@@ -321,7 +327,11 @@ def value_like(rng: np.random.Generator, value: Any) -> Any:
         return {name: value_like(rng, item) for name, item in value.items()}
     if isinstance(value, list):
         return [value_like(rng, item) for item in value]
-    return value.flip(0) if isinstance(value, torch.Tensor) and value.dim() and value.dtype in (*INTS[:5], torch.float64) else value
+    return (
+        value.flip(0)
+        if isinstance(value, torch.Tensor) and value.dim() and value.dtype in (*INTS[:5], torch.float64)
+        else value
+    )
 
 
 def test_syncs_of_changing_layouts_bring_exact_values_that_stay_as_they_were() -> None:
@@ -344,7 +354,12 @@ def in_modes(rank: int) -> list[Any]:
     state.add("large", large, every=Every(steps=1))
     state.add("alone", large, every=NEVER)
     found: list[Any] = []
-    modes: list[Callable[[], Any]] = [torch.inference_mode, torch.enable_grad, lambda: torch.device("meta"), torch.no_grad]
+    modes: list[Callable[[], Any]] = [
+        torch.inference_mode,
+        torch.enable_grad,
+        lambda: torch.device("meta"),
+        torch.no_grad,
+    ]
     with SyncEngine(state) as engine:
         for step in range(9):
             with modes[step % 4]():
@@ -354,7 +369,9 @@ def in_modes(rank: int) -> list[Any]:
             held = [*state["x"], state["large"], state["alone"]]
             (sum((weight * value).mean() for value in held)).backward()
             assert weight.grad is not None
-            found.append([float(weight.grad), {str(value.device) for value in held}, any(v.is_inference() for v in held)])
+            found.append(
+                [float(weight.grad), {str(value.device) for value in held}, any(v.is_inference() for v in held)]
+            )
     return found
 
 

@@ -75,12 +75,13 @@ def test_a_payload_lies_in_the_frame_or_in_a_body_of_the_exact_length(name: str)
 
 
 def test_a_region_that_fits_lies_in_the_frame_behind_the_tree() -> None:
-    value = ["ab", torch.arange(5000, dtype=torch.uint8)]
+    tensor = torch.arange(5000, dtype=torch.uint8)
+    value = ["ab", tensor]
     frame = Frame(8192, LIMIT)
     assert frame.write(STAMP, Kind.VALUES, pack(value)) is None
     lengths = frame.lengths()
     assert (lengths.region, lengths.body) == (5000, 0)
-    assert torch.equal(frame.buffer[HEADER_BYTES + align(lengths.tree) :][:5000], value[1])
+    assert torch.equal(frame.buffer[HEADER_BYTES + align(lengths.tree) :][:5000], tensor)
     assert identical(read(frame, None), value)
 
 
@@ -95,7 +96,8 @@ def test_a_receiver_knows_its_own_stamp_and_reads_any_other() -> None:
     frame, _ = written([1])
     assert frame.begins(STAMP.prefix())
     for field in STAMP._fields:
-        other = STAMP._replace(**{field: b"otherone" if field in ("plan", "due") else 99})
+        changed: dict[str, Any] = {field: b"otherone" if field in ("plan", "due") else 99}
+        other = STAMP._replace(**changed)
         assert not frame.begins(other.prefix())
     assert frame.stamp() == STAMP
 
@@ -114,7 +116,7 @@ def test_an_error_gets_through_however_little_is_allowed_but_never_with_a_body()
     assert body is None
     assert read(received(frame.buffer, limit=1), None) == ["compute", "x" * 300, []]
     big, _ = written("x" * 5000, Kind.ERROR)
-    with pytest.raises(CodecError, match="more than max_bytes=1$"):
+    with pytest.raises(CodecError, match=r"more than max_bytes=1$"):
         received(big.buffer, limit=1).lengths()
 
 
@@ -301,7 +303,7 @@ def hostile_main(rank: int, what: str) -> tuple[str, str]:
                     RAW_LENGTHS.pack_into(raw, LENGTHS_AT, 1, 8, 1 << 40, 1 << 40)
                 return None
 
-            frame.write = corrupt  # type: ignore[method-assign]
+            frame.write = corrupt  # type: ignore[assignment, method-assign]
         try:
             for step in range(1, 4):
                 engine.step(step)

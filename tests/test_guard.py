@@ -165,7 +165,7 @@ def training(rank: int, shares: bool) -> list[Any]:
     state = SharedState()
     state.add("x", drawing, every=Every(steps=1))
     state.add("fails", fail, every=Every(steps=2, start=3))
-    found = []
+    found: list[Any] = []
     with SyncEngine(state) as engine:
         for step in range(6):
             if shares:

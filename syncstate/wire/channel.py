@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from syncstate.topology import Topology
 from syncstate.wire.meeting import Meeting, Patience
-from syncstate.wire.notes import Note
+from syncstate.wire.notes import Note, NoteBoard
 from syncstate.wire.sockets import Sockets
 from syncstate.wire.verdict import Wait, broken, late
 
@@ -76,8 +76,8 @@ class Channel:
         Raises:
             SyncStateError: What the first rank that knew the cause wrote down.
         """
-        group, board = self._group, self._board
-        if group is None or board is None:
+        board = self._board
+        if self._group is None or board is None:
             if meanwhile is not None:
                 meanwhile()
             return
@@ -87,26 +87,35 @@ class Channel:
         if limit is None:
             limit = self._limits[wait.timeout] = timedelta(seconds=wait.timeout + _SPARE_SECONDS)
         try:
-            work = group.broadcast(buffer, self.topology.main if root is None else root, limit)
+            work = self._group.broadcast(buffer, self.topology.main if root is None else root, limit)
         except RuntimeError as error:
             raise broken(wait, board, self.topology, error).error() from error
-        if meanwhile is not None:
-            meanwhile()
-        while True:
-            # In slices: the backend's own wait hides both signals and the notes of other ranks.
-            try:
-                work.wait(_SLICE)
-                return
-            except RuntimeError as error:
-                # A slice that is over leaves the operation running; anything else has ended it.
-                if work.is_completed():
-                    if work.is_success():
-                        return
-                    raise broken(wait, board, self.topology, error).error() from error
-            if board.alarmed():
-                raise board.hear(wait.step).error()
-            if time.monotonic() - wait.begun >= wait.timeout:
-                raise late(wait, board, self.topology).error()
+        try:
+            if meanwhile is not None:
+                meanwhile()
+            self._finish(work, wait, board)
+        finally:
+            work = None  # a traceback keeps this frame, and the operation would keep threads and connections
+
+    def _finish(self, work: Any, wait: Wait, board: NoteBoard) -> None:
+        """Wait in slices: the backend's own wait hides both signals and the notes of other ranks."""
+        try:
+            while True:
+                try:
+                    work.wait(_SLICE)
+                    return
+                except RuntimeError as error:
+                    # A slice that is over leaves the operation running; anything else has ended it.
+                    if work.is_completed():
+                        if work.is_success():
+                            return
+                        raise broken(wait, board, self.topology, error).error() from error
+                if board.alarmed():
+                    raise board.hear(wait.step).error()
+                if time.monotonic() - wait.begun >= wait.timeout:
+                    raise late(wait, board, self.topology).error()
+        finally:
+            work = None
 
     def acknowledge(self) -> None:
         """Say that this rank has done what it can fail at by itself after a broadcast; see `settle`."""
