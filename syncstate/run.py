@@ -187,9 +187,9 @@ class Run:
         note = self._tell(error, step)
         told = describe(error)
         self.ended = error if isinstance(error, Exception) else PeerError(f"the engine ended at step {step}: {told}")
-        self.event("ended", step=step, error=told)
-        self._channel.teardown(abrupt=True)
         self._state.claim(False)
+        self._channel.teardown(abrupt=True)
+        self.event("ended", step=step, error=told)
         if self._channel.lost is not None:
             return store_lost(f"step {step}", self.topology.rank, self._channel.lost)
         return None if note.rank == self.topology.rank else note.error()
@@ -198,11 +198,11 @@ class Run:
         """Leave in good order: hear that all ranks could apply what they received, sign off, and drop the group."""
         with _Part(self, "close", step):
             self._refresh.settle(step)
-        self.event("close", step=step)
         self._channel.sign_off(step)
         self.ended = ConfigError("the engine is closed; call start(step, epoch) to begin again")
-        self._channel.teardown(abrupt=False)
         self._state.claim(False)
+        self._channel.teardown(abrupt=False)
+        self.event("close", step=step)
 
     def admit(self, call: str) -> None:
         """Refuse a call of the engine that would deadlock, and any after the end.

@@ -535,6 +535,29 @@ def contexts(rank: int) -> list[dict[str, Any]]:
     return seen
 
 
+def keeping(rank: int) -> list[Any]:
+    """What a rank holds where a source fails now and then and the engine keeps the old values."""
+
+    def sometimes(ctx: Context) -> int:
+        if ctx.step % 3 == 0:
+            raise ValueError("boom")
+        return ctx.step
+
+    state = SharedState({"x": sometimes, "y": step_of})
+    held = []
+    with SyncEngine(state, every=Every(steps=1), on_error="keep") as engine:
+        for step in range(6):
+            held.append([engine.step(step), dict(state)])
+        return [held, engine.stats["x"], engine.stats.collectives]
+
+
+def test_on_error_keep_leaves_all_ranks_with_the_same_old_values() -> None:
+    both = ("x", "y")
+    held = [[(), {}], *([both, {"x": s, "y": s}] for s in (1, 2)), [(), {"x": 2, "y": 2}]]
+    held += [[both, {"x": s, "y": s}] for s in (4, 5)]
+    assert returned(run_ranks(keeping, 2)) == [[held, (4, 2), 6]] * 2
+
+
 def describe(ctx: Context) -> dict[str, Any]:
     names = ("step", "epoch", "rank", "world_size", "local_rank", "node_rank", "num_nodes", "is_main", "model", "host")
     return {name: getattr(ctx, name) for name in names}

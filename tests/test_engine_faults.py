@@ -1,5 +1,7 @@
 """What every rank sees when something goes wrong, and what works afterwards."""
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from ranks import returned, run_ranks
 
 from syncstate import Context, Every, SharedState, SyncEngine, TensorSpec
-from syncstate.errors import SyncStateError
+from syncstate.errors import PeerError, SyncStateError
 
 EACH = Every(steps=1)
 NEVER = Every(steps=1 << 40, start=1 << 40)
@@ -360,6 +362,29 @@ def test_an_error_in_the_training_loop_of_one_rank_reaches_all_others(failing: i
         assert again == ("x", "y", "z")
 
 
+def all_fail(rank: int) -> list[Any]:
+    state = SharedState({"x": lambda ctx: ctx.step})
+    try:
+        with SyncEngine(state, every=EACH, timeout=PATIENCE) as engine:
+            engine.start()
+            dist.barrier()
+            raise ValueError(f"bad batch on rank {rank}")
+    except (ValueError, PeerError) as error:
+        return [told(error), None if error.__cause__ is None else told(error.__cause__)]
+
+
+def test_where_all_ranks_fail_the_first_is_named_and_no_error_is_lost() -> None:
+    outcomes = returned(run_ranks(all_fail, 3))
+    (first,) = [rank for rank, (left, _) in enumerate(outcomes) if left[0] == "ValueError"]
+    for rank, (left, cause) in enumerate(outcomes):
+        own = ("ValueError", f"bad batch on rank {rank}")
+        if rank == first:
+            assert (left, cause) == (own, None)
+        else:
+            assert left == ("PeerError", f"rank {first} failed at step 0: ValueError: bad batch on rank {first}")
+            assert cause == own
+
+
 def aborted(rank: int) -> list[Any]:
     state = SharedState({"x": lambda ctx: ctx.step})
     with SyncEngine(state, every=EACH, timeout=PATIENCE) as engine:
@@ -424,6 +449,75 @@ def test_an_interrupted_source_leaves_main_as_it_is_and_the_others_hear_of_it(
     main, *others = returned(run_ranks(interrupted, 3, kind))
     assert main == [(name, message), 2, "PeerError"]
     assert others == [[("PeerError", f"rank 0 failed at step 3: {name}: {message}"), 2, "PeerError"]] * 2
+
+
+def interrupts_a_waiting_rank(rank: int) -> list[Any]:
+    """Main's source sends Ctrl-C to rank 1, which waits for it, and goes on only when rank 1 has seen it."""
+    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    store.set(f"pid/{rank}", str(os.getpid()))
+
+    def compute(ctx: Context) -> int:
+        if ctx.step == 1:
+            os.kill(int(store.get("pid/1")), signal.SIGINT)
+            store.wait(["interrupted"])
+        return ctx.step
+
+    state = SharedState({"x": compute})
+    try:
+        with SyncEngine(state, every=EACH, timeout=PATIENCE) as engine:
+            engine.start()
+            try:
+                engine.step(1)
+            except KeyboardInterrupt:
+                store.set("interrupted", "yes")
+                raise
+            engine.step(2)
+    except BaseException as error:
+        return [*told(error)]
+    return ["nothing"]
+
+
+def test_ctrl_c_reaches_a_rank_that_waits_in_a_sync_and_through_it_the_others() -> None:
+    main, peer, third = returned(run_ranks(interrupts_a_waiting_rank, 3, timeout=30.0))
+    assert peer == ["KeyboardInterrupt", ""]
+    assert main == third == ["PeerError", "rank 1 failed at step 1: KeyboardInterrupt: "]
+
+
+# A checkpoint cannot be put into force
+
+
+class Unloadable:
+    def compute(self, ctx: Context) -> int:
+        return ctx.step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"key": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("momentum")
+
+
+def cannot_load(rank: int) -> list[Any]:
+    def engine() -> SyncEngine:
+        return SyncEngine(SharedState({"x": Unloadable()}), timeout=PATIENCE)
+
+    with engine() as first:
+        first.start(3)
+        content = first.state_dict()
+    second = engine()
+    second.load_state_dict(content)
+    try:
+        second.start(3)
+        second.sync()  # the others hear of it at their next sync
+    except Exception as error:
+        return [*told(error)]
+    return ["nothing"]
+
+
+def test_a_source_that_cannot_load_its_state_ends_the_start_on_all_ranks() -> None:
+    main, *others = returned(run_ranks(cannot_load, 3))
+    assert main == ["KeyError", "'momentum'"]
+    assert others == [["PeerError", "rank 0 failed at step 0: KeyError: 'momentum'"]] * 2
 
 
 # Calls that would deadlock

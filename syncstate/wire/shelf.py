@@ -32,6 +32,8 @@ class Shelf:
 
     def stock(self) -> None:
         """Make what the next sync is likely to need."""
+        if len(self._items) == len(self._wanted):
+            return
         with torch.inference_mode(False):
             for layout in self._wanted[len(self._items) :]:
                 # A third of the time that torch.empty and its views take.

@@ -35,9 +35,15 @@ class Sockets:
     def shut(self) -> None:
         """End all operations in flight at once, here and on the neighbours."""
         for fd, inode in self._inodes.items():
-            if _inode(fd) != inode:  # closed since, and the number may belong to somebody else now
+            # First duplicated, then looked at: the backend's thread may close it at any moment, when it hears of the end
+            # of the other side, and the number may belong to somebody else afterwards.
+            try:
+                duplicate = os.dup(fd)
+            except OSError:
                 continue
-            duplicate = os.dup(fd)
+            if _inode(duplicate) != inode:
+                os.close(duplicate)
+                continue
             with socket.socket(fileno=duplicate) as connection:
                 try:
                     connection.shutdown(socket.SHUT_RDWR)
@@ -102,9 +108,9 @@ def _inode(fd: int) -> int | None:
 
 
 def _connected(fd: int) -> bool:
-    with socket.socket(fileno=os.dup(fd)) as candidate:
-        try:
+    try:
+        with socket.socket(fileno=os.dup(fd)) as candidate:
             candidate.getpeername()
-        except OSError:
-            return False
-        return True
+    except OSError:
+        return False
+    return True
