@@ -458,6 +458,7 @@ def interrupts_a_waiting_rank(rank: int) -> list[Any]:
 
     def compute(ctx: Context) -> int:
         if ctx.step == 1:
+            store.wait(["waiting"])
             os.kill(int(store.get("pid/1")), signal.SIGINT)
             store.wait(["interrupted"])
         return ctx.step
@@ -467,6 +468,8 @@ def interrupts_a_waiting_rank(rank: int) -> list[Any]:
         with SyncEngine(state, every=EACH, timeout=PATIENCE) as engine:
             engine.start()
             try:
+                if rank == 1:
+                    store.set("waiting", "yes")
                 engine.step(1)
             except KeyboardInterrupt:
                 store.set("interrupted", "yes")
@@ -480,7 +483,9 @@ def interrupts_a_waiting_rank(rank: int) -> list[Any]:
 def test_ctrl_c_reaches_a_rank_that_waits_in_a_sync_and_through_it_the_others() -> None:
     main, peer, third = returned(run_ranks(interrupts_a_waiting_rank, 3, timeout=30.0))
     assert peer == ["KeyboardInterrupt", ""]
-    assert main == third == ["PeerError", "rank 1 failed at step 1: KeyboardInterrupt: "]
+    assert main == third
+    # Step 0 where the signal came just before the call.
+    assert main in [["PeerError", f"rank 1 failed at step {step}: KeyboardInterrupt: "] for step in (0, 1)]
 
 
 # A checkpoint cannot be put into force

@@ -35,8 +35,8 @@ class Sockets:
     def shut(self) -> None:
         """End all operations in flight at once, here and on the neighbours."""
         for fd, inode in self._inodes.items():
-            # First duplicated, then looked at: the backend's thread may close it at any moment, when it hears of the end
-            # of the other side, and the number may belong to somebody else afterwards.
+            # First duplicated, then looked at: the backend's thread may close it at any moment, when it hears of the
+            # end of the other side, and the number may belong to somebody else afterwards.
             try:
                 duplicate = os.dup(fd)
             except OSError:
