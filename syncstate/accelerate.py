@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from syncstate.attachment import Attachment, unwrapped
 from syncstate.engine import SyncEngine
 from syncstate.errors import ConfigError, SyncStateError
-from syncstate.host import check_saved_by_rank_0
-from syncstate.schedule import Schedule
+from syncstate.hosts.attachment import Attachment, unwrapped
+from syncstate.hosts.main_rank import check_saved_by_rank_0
+from syncstate.schedule import Every, Schedule
 from syncstate.state import SharedState
 
 __all__ = ["SyncStateHook"]
@@ -68,7 +68,7 @@ class SyncStateHook:
         accelerator: Accelerator,
         state: SharedState,
         *,
-        every: Schedule | None = None,
+        every: Schedule = Every(steps=100),
         seed: int = 0,
         group: Any = None,
         main: int | None = None,

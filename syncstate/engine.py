@@ -1,26 +1,22 @@
 """The loop that keeps shared values equal on all ranks. The only place where when, who, what and how meet."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
-from syncstate.checkpoint import Restored, parse, snapshot
 from syncstate.errors import ConfigError, PeerError, SyncStateError
-from syncstate.options import Options
-from syncstate.plan import Agenda, Entry
-from syncstate.run import LOOK_SECONDS, Run
-from syncstate.schedule import Every, Schedule
-from syncstate.sources import Failure
+from syncstate.loop.checkpoint import Restored, parse, snapshot
+from syncstate.loop.options import Options
+from syncstate.loop.plan import Agenda, Entry
+from syncstate.loop.run import LOOK_SECONDS, Run
+from syncstate.loop.sources import Failure
+from syncstate.loop.stats import Stats
+from syncstate.schedule import Every, Schedule, whole
 from syncstate.state import SharedState
-from syncstate.stats import Stats
 
 __all__ = ["SyncEngine"]
-
-_log = logging.getLogger("syncstate")
 
 
 class SyncEngine:
@@ -32,7 +28,7 @@ class SyncEngine:
 
     Args:
         state: The values; None for an engine without any.
-        every: Schedule of the values that have none of their own; None is `Every(steps=100)`.
+        every: Schedule of the values that have none of their own.
         seed: What the random numbers of the sources are derived from.
         group: A `ProcessGroup`, a one-dimensional `DeviceMesh`, `"single"`, or None for the world.
         main: Global rank of the main process; None for the group's first.
@@ -64,7 +60,7 @@ class SyncEngine:
         self,
         state: SharedState | None = None,
         *,
-        every: Schedule | None = None,
+        every: Schedule = Every(steps=100),
         seed: int = 0,
         group: Any = None,
         main: int | None = None,
@@ -83,7 +79,7 @@ class SyncEngine:
         if state is not None and not isinstance(state, SharedState):
             raise ConfigError(f"engine: state must be a SharedState, got {state!r}")
         self._options = Options(
-            every=Every(steps=100) if every is None else every, seed=seed, group=group, main=main, scope=scope,
+            every=every, seed=seed, group=group, main=main, scope=scope,
             async_op=async_op, lag=lag, timeout=timeout, frame_bytes=frame_bytes, max_bytes=max_bytes,
             on_error=on_error, config=config, resync=resync, verify_values=verify_values, events=events,
         )  # fmt: skip
@@ -103,10 +99,7 @@ class SyncEngine:
     def open(self) -> None:
         """Meet the other ranks, compare plans and make the private group. Collective; `start` does it if not called.
 
-        Raises:
-            MismatchError: The plans differ; `open` can be tried again.
-            SyncTimeout: A rank did not come.
-            ConfigError: Impossible group or main process, or another engine has the state.
+        Raises `MismatchError` where plans differ, `SyncTimeout` where a rank does not come; it can be tried again.
         """
         if self._run is None or self._run.ended is not None:
             self._run, self._started = Run(self.state, self._options), False
@@ -124,10 +117,10 @@ class SyncEngine:
             The values that came into force by being computed.
 
         Raises:
-            ComputeError: A source failed; nothing was taken as seen, and `start` can be called again.
-            SyncStateError: What `open` and `step` raise.
+            SyncStateError: What `open` and `step` raise. After a `ComputeError` it can be called again.
         """
-        _check_point("start", step, 0 if epoch is None else epoch)
+        step = whole("start", "step", step, 0)
+        epoch = None if epoch is None else whole("start", "epoch", epoch, 0)
         self.open()
         run = self._opened("start")
         if not self._started:
@@ -136,10 +129,10 @@ class SyncEngine:
         epoch = max(self._seen_epoch, 0) if epoch is None else epoch
         due = self._agenda.due_at_start((self._seen_step, self._seen_epoch), step, epoch)
         result = self._refresh(run, "start", due, step, epoch)
-        if not isinstance(result, Failure) or self._kept(result):
+        if not isinstance(result, Failure) or result.kept(self._options.on_error):
             self._started = True
             self._see(run, step, epoch)
-        return self._conclude(run, result)
+        return self._conclude(result)
 
     def step(self, step: int, epoch: int | None = None) -> tuple[str, ...]:
         """Tell the engine where training is; refreshes what is due. Every rank calls it at the same steps.
@@ -169,8 +162,8 @@ class SyncEngine:
             return ()
         if self._run is None or (not self._started and self._run.ended is None):
             return self.start(step, epoch)
-        now = max(self._seen_epoch, 0) if epoch is None else epoch
-        _check_point("step", step, now)
+        step = whole("step", "step", step, 0)
+        now = max(self._seen_epoch, 0) if epoch is None else whole("step", "epoch", epoch, 0)
         if self._started and (step < self._seen_step or now < self._seen_epoch):
             raise ConfigError(
                 f"step({step}, {now}): the engine has already seen step {self._seen_step} of epoch {self._seen_epoch}; "
@@ -179,7 +172,7 @@ class SyncEngine:
         run, due = self._opened("step"), self._agenda.due(step, now)
         result = self._refresh(run, "step", due, step, now)
         self._see(run, step, now)
-        return self._conclude(run, result)
+        return self._conclude(result)
 
     def sync(self, *names: str) -> tuple[str, ...]:
         """Refresh values now, whatever their schedules say. Collective: every rank asks for the same ones.
@@ -200,7 +193,7 @@ class SyncEngine:
         due = run.plan.named(names or known)
         result = self._refresh(run, "sync", due, self._seen_step, self._seen_epoch)
         self._thread = run.thread
-        return self._conclude(run, result)
+        return self._conclude(result)
 
     def _opened(self, call: str) -> Run:
         if self._run is None:
@@ -218,18 +211,9 @@ class SyncEngine:
         self._next_step = self._agenda.next_step
         self._thread, self._look_at = run.thread, time.monotonic() + LOOK_SECONDS
 
-    def _kept(self, failure: Failure) -> bool:
-        return self._options.on_error == "keep" and failure.kind == "compute"
-
-    def _conclude(self, run: Run, result: tuple[str, ...] | Failure) -> tuple[str, ...]:
+    def _conclude(self, result: tuple[str, ...] | Failure) -> tuple[str, ...]:
         """Say which values came into force, or raise the failure that all ranks see."""
-        if not isinstance(result, Failure):
-            return result
-        cause = run.cause()
-        if self._kept(result):
-            _log.error("the old values stay: %s", result.text)
-            return ()
-        raise result.error() from cause
+        return result.conclude(self._options.on_error) if isinstance(result, Failure) else result
 
     def inspect(self) -> str:
         """A table of who holds what, a line for each value, equal ranks together. Collective; for debugging."""
@@ -265,7 +249,7 @@ class SyncEngine:
                 raise cause from error
 
     def close(self) -> None:
-        """Leave in good order. Local; does nothing the second time, or after the engine has ended."""
+        """Leave in good order. Does nothing the second time, or after the engine has ended."""
         run, step = self._leaving("close")
         if run is not None:
             run.close(step)
@@ -281,9 +265,7 @@ class SyncEngine:
     def __enter__(self) -> "SyncEngine":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.drain()
             self.close()
@@ -301,19 +283,13 @@ class SyncEngine:
         return self._restored.seen if self._restored is not None else (self._seen_step, self._seen_epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The values in force, what was seen, and the sources' own states; `torch.load(weights_only=True)` reads it.
-
-        Local: never communicates.
-        """
+        """The values in force, what was seen, and the sources' own states. Local: never communicates."""
         if self._restored is not None:
             return dict(self._restored.content)
         return snapshot(self.state, (self._seen_step, self._seen_epoch), is_main=self._is_main)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of an earlier run; it comes into force in `start`. Local: never communicates.
-
-        Args:
-            state: What `state_dict` returned.
+        """Take what `state_dict` returned in an earlier run; it comes into force in `start`. Never communicates.
 
         Raises:
             ConfigError: The engine has started, or this is no state of an engine.
@@ -321,9 +297,3 @@ class SyncEngine:
         if self._started:
             raise ConfigError("load_state_dict: the engine has started; load before start or the first step")
         self._restored = parse(state)
-
-
-def _check_point(call: str, step: Any, epoch: Any) -> None:
-    for what, given in (("step", step), ("epoch", epoch)):
-        if isinstance(given, bool) or not isinstance(given, int) or given < 0:
-            raise ConfigError(f"{call}: {what} must be a whole number of at least 0, got {given!r}")

@@ -19,10 +19,8 @@ from weakref import WeakKeyDictionary
 
 from syncstate.engine import SyncEngine
 from syncstate.errors import ConfigError, SyncStateError
-from syncstate.host import check_saved_by_rank_0
-from syncstate.schedule import Schedule
-from syncstate.state import SharedState
-from syncstate.trainer import (
+from syncstate.hosts.main_rank import check_saved_by_rank_0
+from syncstate.hosts.trainer import (
     callbacks_of,
     check_keys,
     finish_exception,
@@ -33,6 +31,8 @@ from syncstate.trainer import (
     resume_point,
     trainer_of,
 )
+from syncstate.schedule import Every, Schedule
+from syncstate.state import SharedState
 
 if TYPE_CHECKING:
     from typing import Self
@@ -89,7 +89,7 @@ class SyncStateCallback(Callback):
         *,
         name: str = "syncstate",
         log: bool = True,
-        every: Schedule | None = None,
+        every: Schedule = Every(steps=100),
         seed: int = 0,
         group: Any = None,
         main: int | None = None,

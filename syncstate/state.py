@@ -23,8 +23,7 @@ class Shared(Generic[T]):
     """A handle on one value of a state: typed, and callable like the source it was made from.
 
     Attributes:
-        name: The value's name.
-        source: What was given to `SharedState.add`.
+        name, source: What was given to `SharedState.add`.
     """
 
     def __init__(self, state: "SharedState", name: str, source: Any) -> None:

@@ -21,7 +21,7 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 # Set by pytest itself, or once and for all by a library when it is first imported or used.
-_ALLOWED = ("PYTEST_", "HYDRA_", "KMP_")
+_ALLOWED = ("PYTEST_", "HYDRA_", "KMP_", "PYTORCH_NVML", "TORCHINDUCTOR_")  # set by what tests import
 _GRACE = 1.0  # seconds for threads and processes that are ending on their own
 
 

@@ -118,10 +118,11 @@ def test_an_engine_without_values_counts_steps_and_does_nothing() -> None:
 
 
 def test_values_without_a_schedule_take_the_engines() -> None:
-    for every, expected in ((Every(steps=3), [0, 3, 6]), (None, [0])):
+    chosen: list[tuple[dict[str, Any], list[int]]] = [({"every": Every(steps=3)}, [0, 3, 6]), ({}, [0])]
+    for options, expected in chosen:
         source = Counting()
         state = SharedState({"x": source})
-        with SyncEngine(state, every=every) as engine:
+        with SyncEngine(state, **options) as engine:
             for step in range(8):
                 engine.step(step)
         assert source.steps == expected

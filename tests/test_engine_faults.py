@@ -699,7 +699,7 @@ def test_a_world_without_a_process_group_is_refused_and_not_taken_for_groups_of_
 # apply fails
 
 
-def apply_fails(rank: int, failing: int) -> list[Any]:
+def apply_fails(rank: int, failing: int, steps: int) -> list[Any]:
     def apply(value: int, ctx: Context) -> None:
         if rank == failing and value == 2:
             raise PickyError(5, where="apply")
@@ -708,7 +708,7 @@ def apply_fails(rank: int, failing: int) -> list[Any]:
     state.add("x", lambda ctx: ctx.step, every=EACH, apply=apply)
     try:
         with SyncEngine(state, timeout=PATIENCE) as engine:
-            for step in range(9):
+            for step in range(steps):
                 engine.step(step)
     except Exception as error:
         return [told(error), getattr(error, "__notes__", [])]
@@ -716,8 +716,11 @@ def apply_fails(rank: int, failing: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_apply_that_fails_on_one_rank_ends_the_engine_on_all(failing: int) -> None:
-    outcomes = returned(run_ranks(apply_fails, 3, failing))
+@pytest.mark.parametrize("steps", [3, 4, 9])
+def test_an_apply_that_fails_on_one_rank_ends_the_engine_on_all_though_it_was_the_last_sync(
+    failing: int, steps: int
+) -> None:
+    outcomes = returned(run_ranks(apply_fails, 3, failing, steps))
     for rank, (left, notes) in enumerate(outcomes):
         if rank == failing:
             assert left == ("PickyError", "code 5 at apply")

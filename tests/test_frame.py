@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from ranks import returned, run_ranks
 
 from syncstate import Every, SharedState, SyncEngine
-from syncstate.batch import Batch
 from syncstate.errors import CodecError, MismatchError, SyncStateError
-from syncstate.exchange import Exchange
-from syncstate.options import Options
-from syncstate.plan import Plan
-from syncstate.sources import Failure
+from syncstate.loop.batch import Batch
+from syncstate.loop.exchange import Exchange
+from syncstate.loop.options import Options
+from syncstate.loop.plan import Plan
+from syncstate.loop.sources import Failure
 from syncstate.topology import Topology
 from syncstate.wire.channel import Channel
 from syncstate.wire.codec import pack, unpack

@@ -13,7 +13,7 @@ from ranks import returned, run_ranks
 
 from syncstate import Context, Every, SharedState, SyncEngine
 from syncstate.errors import ComputeError
-from syncstate.guard import RandomGuard
+from syncstate.loop.guard import RandomGuard
 
 Action = Callable[[], object]
 

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from syncstate import Context, Every, SharedState, SyncEngine
 from syncstate.errors import ConfigError, NotReady
+from syncstate.hosts.trainer import import_lightning
 from syncstate.lightning import SyncStateCallback, shared
-from syncstate.trainer import import_lightning
 from syncstate.values import Seed
 
 

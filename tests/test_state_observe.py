@@ -49,7 +49,7 @@ def test_the_ring_holds_no_more_than_it_needs(ring: SharedState) -> None:
         ring.observe("x", torch.arange(0.0))
         ring.observe("y", torch.arange(1000.0))
     for name in ("x", "y"):
-        parts = ring._observed[name]
+        parts = ring._observed[name]._parts
         # At most one part more than the capacity needs, and no part keeps a larger tensor alive.
         assert sum(part.numel() for part in parts) < 5 + 3
         assert all(part.untyped_storage().nbytes() == 4 * part.numel() for part in parts)
@@ -65,7 +65,7 @@ def test_what_was_observed_is_detached_and_a_copy(ring: SharedState) -> None:
     observed = ring.observed("x")
     assert observed.tolist() == [2.0, 4.0, 3.0]
     assert not observed.requires_grad
-    assert all(part.grad_fn is None and not part.requires_grad for part in ring._observed["x"])
+    assert all(part.grad_fn is None and not part.requires_grad for part in ring._observed["x"]._parts)
     loss.sum().backward()
     assert weight.grad is not None
 

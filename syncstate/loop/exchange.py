@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from syncstate.batch import Batch
 from syncstate.errors import CodecError, MismatchError
-from syncstate.guard import RandomGuard
-from syncstate.pool import Pool
-from syncstate.sources import Failure, Refused, compute
+from syncstate.loop.batch import Batch
+from syncstate.loop.guard import RandomGuard
+from syncstate.loop.pool import Pool
+from syncstate.loop.sources import Failure, Refused, compute
 from syncstate.wire.channel import Channel, Wait
 from syncstate.wire.codec import Parcel, decode, encode, unpack
 from syncstate.wire.frame import Frame, Kind, Stamp
@@ -41,7 +41,6 @@ class Exchange:
         self._pool = Pool()
         self._shelf = Shelf()
         self._sequence = 0
-        self._cause: BaseException | None = None
 
     def run(self, batch: Batch, fields: dict[str, Any]) -> list[Any] | Failure:
         """Compute on main, broadcast, and return what every rank received, in the order of the batch.
@@ -60,11 +59,6 @@ class Exchange:
             return self._receive(batch, stamp)
         with self._guard:
             return self._send(batch, stamp, fields)
-
-    def take_cause(self) -> BaseException | None:
-        """Main's own exception behind the last failure, for `raise ... from`; None on the other ranks."""
-        cause, self._cause = self._cause, None
-        return cause
 
     def warm_up(self, wait: Wait) -> None:
         """Send one frame that says nothing: connections are made, and every rank is past the handshake.
@@ -100,7 +94,7 @@ class Exchange:
             parcel = compute(batch, fields, self._seed, channel.topology.rank, self._pickle)
             body = frame.write(stamp, Kind.VALUES, parcel)
         except (Refused, CodecError) as error:
-            failure, self._cause = _failure(error, batch, stamp.step, channel.topology.rank)
+            failure = _failure(error, batch, stamp.step, channel.topology.rank)
             frame.write(stamp, Kind.ERROR, failure.pack(frame.capacity))
             channel.broadcast(frame.buffer, _wait(batch, stamp))
             return failure
@@ -173,8 +167,8 @@ def _wait(batch: Batch, stamp: Stamp) -> Wait:
     return Wait(batch.label, stamp.step, batch.timeout, time.monotonic())
 
 
-def _failure(error: Refused | CodecError, batch: Batch, step: int, rank: int) -> tuple[Failure, BaseException | None]:
+def _failure(error: Refused | CodecError, batch: Batch, step: int, rank: int) -> Failure:
     if isinstance(error, Refused):
-        return error.failure, error.cause
+        return error.failure
     text = f"{batch.label} at step {step} on main (rank {rank}): CodecError: {error}"
-    return Failure("compute", text, list(batch.names)), error
+    return Failure("compute", text, list(batch.names), error)

@@ -15,7 +15,7 @@ import torch
 
 from syncstate.digest import digest_bytes
 from syncstate.errors import CodecError, ConfigError
-from syncstate.plan import Entry
+from syncstate.loop.plan import Entry
 from syncstate.state import SharedState
 from syncstate.wire.codec import decode, encode
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from syncstate.definition import MISSING, Definition
-from syncstate.difference import plan_text
 from syncstate.digest import digest_bytes, digest_text
-from syncstate.options import Options
+from syncstate.loop.difference import plan_text
+from syncstate.loop.options import Options
 from syncstate.record import Record
 from syncstate.schedule import Schedule
 from syncstate.state import SharedState

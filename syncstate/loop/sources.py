@@ -1,15 +1,18 @@
 """What happens on the main process before anything is sent: the sources run, and their values or errors are packed."""
 
+import logging
 import traceback
 from typing import Any, NamedTuple
 
-from syncstate.batch import Batch
 from syncstate.context import Context
 from syncstate.errors import CodecError, ComputeError, MismatchError, SyncStateError
+from syncstate.loop.batch import Batch
 from syncstate.spec import check_spec
 from syncstate.wire.codec import Parcel, pack
 
 __all__ = ["Failure", "Refused", "compute", "describe"]
+
+_log = logging.getLogger("syncstate")
 
 
 class Failure(NamedTuple):
@@ -19,11 +22,24 @@ class Failure(NamedTuple):
         kind: `"compute"` or `"mismatch"`.
         text: The whole message.
         names: The values that failed.
+        cause: Main's own exception behind it; None on the other ranks.
     """
 
     kind: str
     text: str
     names: list[str]
+    cause: BaseException | None = None
+
+    def kept(self, on_error: str) -> bool:
+        """Whether the user chose to go on with the old values."""
+        return on_error == "keep" and self.kind == "compute"
+
+    def conclude(self, on_error: str) -> tuple[()]:
+        """Raise the error that every rank raises, or log it where the old values are kept."""
+        if self.kept(on_error):
+            _log.error("the old values stay: %s", self.text)
+            return ()
+        raise self.error() from self.cause
 
     def error(self) -> SyncStateError:
         """The exception that every rank raises."""
@@ -50,12 +66,11 @@ class Failure(NamedTuple):
 
 
 class Refused(Exception):
-    """Main's side of a failure: what goes to the ranks, and the exception behind it."""
+    """Main's side of a failure."""
 
-    def __init__(self, failure: Failure, cause: BaseException | None) -> None:
+    def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
         self.failure = failure
-        self.cause = cause
 
 
 class _Fault(NamedTuple):
@@ -118,8 +133,8 @@ def _refused(faults: list[_Fault], step: int, rank: int) -> Refused:
     if causes:
         lines.append(f"Traceback on rank {rank}:")
         lines.extend("".join(traceback.format_exception(cause)).rstrip() for cause in causes)
-    failure = Failure(kind, "\n".join(lines), [fault.name for fault in faults])
-    return Refused(failure, causes[0] if causes else None)
+    names = [fault.name for fault in faults]
+    return Refused(Failure(kind, "\n".join(lines), names, causes[0] if causes else None))
 
 
 def describe(error: BaseException) -> str:

@@ -6,18 +6,18 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from syncstate.checkpoint import Restored, parse, restore
-from syncstate.compare import table, verify
-from syncstate.difference import differences
 from syncstate.errors import CodecError, ConfigError, MismatchError, PeerError, SyncStateError, SyncTimeout
 from syncstate.events import open_sink
-from syncstate.exchange import Exchange
-from syncstate.options import Options
-from syncstate.plan import Entry, Plan
-from syncstate.refresh import Refresh
-from syncstate.sources import Failure, describe
+from syncstate.loop.checkpoint import Restored, parse, restore
+from syncstate.loop.compare import table, verify
+from syncstate.loop.difference import differences
+from syncstate.loop.exchange import Exchange
+from syncstate.loop.options import Options
+from syncstate.loop.plan import Entry, Plan
+from syncstate.loop.refresh import Refresh
+from syncstate.loop.sources import Failure, describe
+from syncstate.loop.stats import Stats
 from syncstate.state import SharedState
-from syncstate.stats import Stats
 from syncstate.topology import find_topology
 from syncstate.wire.channel import Channel, Wait
 from syncstate.wire.meeting import store_lost
@@ -173,10 +173,6 @@ class Run:
         """A table of who holds what. Collective."""
         with _Part(self, "inspect", step):
             return table(self._state, self._meeting, step)
-
-    def cause(self) -> BaseException | None:
-        """Main's own exception behind the last failure, once."""
-        return self._exchange.take_cause()
 
     def end(self, error: BaseException, step: int) -> SyncStateError | None:
         """Tell the other ranks, unless they know, and drop the group.

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from syncstate.batch import Batch
 from syncstate.context import Context
-from syncstate.exchange import Exchange
-from syncstate.plan import Entry
-from syncstate.sources import Failure, describe
+from syncstate.loop.batch import Batch
+from syncstate.loop.exchange import Exchange
+from syncstate.loop.plan import Entry
+from syncstate.loop.sources import Failure, describe
+from syncstate.loop.stats import Stats
 from syncstate.state import SharedState
-from syncstate.stats import Stats
 from syncstate.topology import Topology
 from syncstate.wire.channel import Channel, Wait
 

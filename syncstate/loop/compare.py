@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from syncstate.difference import rank_ranges
 from syncstate.digest import digest_bytes
 from syncstate.errors import MismatchError
-from syncstate.plan import Entry
+from syncstate.loop.difference import rank_ranges
+from syncstate.loop.plan import Entry
 from syncstate.state import SharedState
 from syncstate.wire.codec import encode
 from syncstate.wire.meeting import Meeting

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from syncstate.digest import digest_text
-from syncstate.plan import Entry
+from syncstate.loop.plan import Entry
 
 __all__ = ["Batch"]
 

@@ -1,0 +1,1 @@
+"""What the hosts are made of. Nothing here is public: the hosts are `syncstate.lightning` and its neighbours."""
