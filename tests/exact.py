@@ -16,11 +16,11 @@ def identical(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return bool((a.dtype, a.shape, a.device, tensor_bits(a)) == (b.dtype, b.shape, b.device, tensor_bits(b)))
     if isinstance(a, np.ndarray):
-        return bool((a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()))
+        return bool((a.dtype, a.shape, _bits(a)) == (b.dtype, b.shape, _bits(b)))
     if isinstance(a, (np.str_, np.bytes_)):
         return bool(a == b) and len(a) == len(b)
     if isinstance(a, np.generic):
-        return bool((a.dtype, a.tobytes()) == (b.dtype, b.tobytes()))
+        return bool((a.dtype, _bits(a)) == (b.dtype, _bits(b)))
     if isinstance(a, float):
         return struct.pack("<d", a) == struct.pack("<d", b)
     if isinstance(a, complex):
@@ -32,6 +32,14 @@ def identical(a: Any, b: Any) -> bool:
     if isinstance(a, (set, frozenset)):
         return len(a) == len(b) and all(any(identical(x, y) for y in b) for x in a)
     return bool(a == b)
+
+
+def _bits(a: Any) -> bytes:
+    raw: bytes = a.tobytes()
+    if a.dtype.char in "gG" and np.finfo(np.longdouble).nmant == 63:
+        # Of the 16 bytes of an 80-bit number 6 are padding, and hold whatever was there before.
+        return np.frombuffer(raw, np.uint8).reshape(-1, np.dtype("g").itemsize)[:, :10].tobytes()
+    return raw
 
 
 def tensor_bits(tensor: torch.Tensor) -> bytes:

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from expect import refuses
 from ranks import returned, run_ranks
 
 from syncstate import At, Context, Every, Once, SharedState, SyncEngine
-from syncstate.errors import ComputeError, ConfigError, NotReady
+from syncstate.errors import ComputeError, ConfigError, MismatchError, NotReady
 from syncstate.record import Info
 from syncstate.schedule import Schedule
+from syncstate.values import Seed
 
 
 def step_of(ctx: Context) -> int:
@@ -576,6 +578,48 @@ def test_sources_and_apply_are_told_where_they_run() -> None:
     assert main == [
         expected(0, call, step, epoch) for step, epoch in ((4, 1), (6, 2)) for call in ("compute", "apply 5")
     ]
+
+
+def looked_at(rank: int) -> list[Any]:
+    """The table of who holds what, and what becomes of a value that one rank changes where it is held."""
+
+    def apply(value: torch.Tensor, ctx: Context) -> None:
+        if ctx.step == 3 and ctx.rank == 1:
+            value += 1
+
+    state = SharedState()
+    state.add("number", step_of)
+    state.add("seed", Seed(base=7, per_rank=True))
+    state.add("tensor", lambda ctx: torch.full((9,), ctx.step), apply=apply)
+    state.add("later", step_of, every=Every(steps=50, start=50))
+    state.add("initial", step_of, every=Every(steps=50, start=50), initial=0.5)
+    with SyncEngine(state, every=Every(steps=1), verify_values=True) as engine:
+        engine.start()
+        for step in range(1, 3):
+            engine.step(step)
+        table = engine.inspect()
+        seed = state["seed"]
+        try:
+            engine.step(3)
+        except MismatchError as error:
+            return [table, seed, str(error)]
+        return [table]
+
+
+def test_inspect_tells_who_holds_what_and_verify_values_finds_what_differs() -> None:
+    tables, seeds, errors = zip(*returned(run_ranks(looked_at, 3)), strict=True)
+    of_step_2 = "(version 3 of step 2)"
+    assert set(tables) == {
+        f"number: ranks 0-2: 2 {of_step_2}\n"
+        f"seed: rank 0: {seeds[0]} {of_step_2}; rank 1: {seeds[1]} {of_step_2}; rank 2: {seeds[2]} {of_step_2}\n"
+        f"tensor: ranks 0-2: tensor [9] torch.int64 {of_step_2}\n"
+        "later: ranks 0-2: not ready\n"
+        "initial: ranks 0-2: 0.5 (initial value)"
+    }
+    held = "tensor [9] torch.int64 (version 4 of step 3)"
+    assert set(errors) == {
+        f"value 'tensor' differs between ranks after the sync at step 3: ranks 0,2: {held}; rank 1: {held}"
+    }
 
 
 def open_and_close(rank: int, world_size: int) -> list[int]:
