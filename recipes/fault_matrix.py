@@ -33,7 +33,9 @@ def main() -> int:
 
 
 def _matrix(matrix: list[Cell], repeat: int) -> int:
-    print(f"{'fault':38} {'ranks':>5} {'rank':>4} {'store':>5} {'runs':>4} {'wrong':>5} {'slowest rank':>12}")
+    print(
+        f"{'fault':38} {'ranks':>5} {'rank':>4} {'store':>5} {'host':>10} {'runs':>4} {'wrong':>5} {'slowest rank':>12}"
+    )
     failed = 0
     for cell in matrix:
         verdicts = [play(cell) for _ in range(repeat)]
@@ -42,7 +44,8 @@ def _matrix(matrix: list[Cell], repeat: int) -> int:
         bad = sum(bool(verdict.wrong) for verdict in verdicts)
         failed += bad
         print(
-            f"{cell.fault:38} {cell.world_size:5} {cell.who:4} {cell.store:>5} {repeat:4} {bad:5} {slowest:10.2f} s",
+            f"{cell.fault:38} {cell.world_size:5} {cell.who:4} {cell.store:>5} {cell.host:>10} {repeat:4} {bad:5} "
+            f"{slowest:10.2f} s",
             flush=True,
         )
         for line in wrong[:5]:

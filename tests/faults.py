@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from fault_hosts import HOSTS, Driver
 from ranks import Outcome, run_ranks
 
 from syncstate import Context, Every, SharedState, SyncEngine, TensorSpec
@@ -33,9 +34,11 @@ class Scene:
     Args:
         rank, world_size: This rank.
         who: The rank that misbehaves.
+        host: What trains.
     """
 
-    def __init__(self, rank: int, world_size: int, who: int) -> None:
+    def __init__(self, rank: int, world_size: int, who: int, host: str) -> None:
+        self.host = host
         self.rank = rank
         self.world_size = world_size
         self.who = who
@@ -47,26 +50,18 @@ class Scene:
         self.computed += 1
         return ctx.step
 
-    def engine(self, *, source: Any = None, every: int = 1, options: Any = None, **add: Any) -> SyncEngine:
-        """An engine with one value, `x`."""
+    def driver(self, *, source: Any = None, every: int = 1, options: Any = None, **add: Any) -> Driver:
+        """Training with one value, `x`."""
         state = SharedState()
         state.add("x", self.value if source is None else source, every=Every(steps=every), **add)
-        return SyncEngine(state, **{"timeout": 20.0, **(options or {})})
+        return HOSTS[self.host](state, {"timeout": 20.0, **(options or {})})
 
-    def loop(
-        self, engine: SyncEngine, at_step: Callable[[], object] = lambda: None, last: int = LAST, pace: float = 0.0
-    ) -> int:
-        """Train, a step in `pace` seconds: the fault happens before the sync of `STEP`."""
-        with engine:
-            engine.start()
-            for step in range(1, last + 1):
-                if step == STEP:
-                    at_step()
-                time.sleep(pace if step > STEP else 0.0)
-                engine.step(step)
-                if engine.state["x"] != step:
-                    raise AssertionError(f"wrong value {engine.state['x']!r} at step {step}")
-        return int(engine.state["x"])
+    def train(
+        self, driver: Driver, at_step: Callable[[], object] = lambda: None, last: int = LAST, pace: float = 0.0
+    ) -> Any:
+        """Train, a step in `pace` seconds after the fault, which happens before the sync of `STEP`."""
+        driver.train(last, STEP, at_step, pace)
+        return driver.state["x"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +76,7 @@ class Fault:
         anyone: Whether ranks other than main can do it.
         main: Whether main can do it.
         group_usable: Whether the default group must work afterwards, where all ranks live.
+        hosted: Whether it can happen in a host, which calls the engine itself.
     """
 
     run: Callable[[Scene], Any]
@@ -90,6 +86,7 @@ class Fault:
     anyone: bool = True
     main: bool = True
     group_usable: bool = True
+    hosted: bool = True
 
 
 def compute_raises(scene: Scene) -> Any:
@@ -120,8 +117,10 @@ def breaks_its_tensor_spec(scene: Scene) -> Any:
 
 
 def _goes_on(scene: Scene, source: Callable[[Context], Any], **add: Any) -> Any:
+    if scene.host != "plain":
+        return scene.train(scene.driver(source=source, **add))
     error: BaseException | None = None
-    with scene.engine(source=source, **add) as engine:
+    with scene.driver(source=source, **add).engine as engine:
         for step in range(LAST + 1):
             try:
                 engine.step(step)
@@ -143,7 +142,7 @@ def apply_raises(scene: Scene) -> Any:
         if scene.here and ctx.step == STEP:
             raise ValueError("cannot apply")
 
-    return scene.loop(scene.engine(apply=apply))
+    return scene.train(scene.driver(apply=apply))
 
 
 def apply_raises_last(scene: Scene) -> Any:
@@ -153,35 +152,34 @@ def apply_raises_last(scene: Scene) -> Any:
         if scene.here and ctx.step == STEP:
             raise ValueError("cannot apply")
 
-    return scene.loop(scene.engine(apply=apply), last=STEP)
+    return scene.train(scene.driver(apply=apply), last=STEP)
 
 
 def schedule_differs(scene: Scene) -> Any:
-    return scene.loop(scene.engine(every=2 if scene.here else 1))
+    return scene.train(scene.driver(every=2 if scene.here else 1))
 
 
 def name_differs(scene: Scene) -> Any:
     state = SharedState()
     state.add("y" if scene.here else "x", scene.value)
-    return scene.loop(SyncEngine(state, every=Every(steps=1)))
+    return scene.train(HOSTS[scene.host](state, {"every": Every(steps=1)}))
 
 
 def spec_differs(scene: Scene) -> Any:
-    return scene.loop(scene.engine(spec=float if scene.here else int))
+    return scene.train(scene.driver(spec=float if scene.here else int))
 
 
 def frame_size_differs(scene: Scene) -> Any:
-    return scene.loop(scene.engine(options={"frame_bytes": 2048 if scene.here else 4096}))
+    return scene.train(scene.driver(options={"frame_bytes": 2048 if scene.here else 4096}))
 
 
 def config_differs(scene: Scene) -> Any:
-    return scene.loop(scene.engine(options={"config": {"model": {"width": 8 if scene.here else 4}}}))
+    return scene.train(scene.driver(options={"config": {"model": {"width": 8 if scene.here else 4}}}))
 
 
 def skips_a_step(scene: Scene) -> Any:
     """One rank makes one call too few, and is a step ahead from then on."""
-    engine = scene.engine(options={"timeout": SHORT * 4})
-    with engine:
+    with scene.driver(options={"timeout": SHORT * 4}).engine as engine:
         engine.start()
         for step in range(1, LAST + 1):
             if not (scene.here and step == STEP):
@@ -191,13 +189,13 @@ def skips_a_step(scene: Scene) -> Any:
 
 def syncs_out_of_order(scene: Scene) -> Any:
     """One rank asks for a sync that nobody else makes."""
-    engine = scene.engine(options={"timeout": SHORT * 4})
-    return scene.loop(engine, lambda: engine.sync("x") if scene.here else None)
+    driver = scene.driver(options={"timeout": SHORT * 4})
+    return scene.train(driver, lambda: driver.engine.sync("x") if scene.here else None)
 
 
 def comes_late(scene: Scene) -> Any:
     """One rank arrives after the timeout."""
-    return scene.loop(scene.engine(options={"timeout": SHORT}), lambda: time.sleep(3 * SHORT) if scene.here else None)
+    return scene.train(scene.driver(options={"timeout": SHORT}), lambda: time.sleep(3 * SHORT) if scene.here else None)
 
 
 def sticks_in_a_training_collective(scene: Scene) -> Any:
@@ -207,7 +205,7 @@ def sticks_in_a_training_collective(scene: Scene) -> Any:
         if scene.here:
             dist.barrier()
 
-    return scene.loop(scene.engine(options={"timeout": SHORT}), stick)
+    return scene.train(scene.driver(options={"timeout": SHORT}), stick)
 
 
 def is_stopped(scene: Scene) -> Any:
@@ -221,11 +219,11 @@ def is_stopped(scene: Scene) -> Any:
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    return scene.loop(scene.engine(options={"timeout": SHORT}), stop)
+    return scene.train(scene.driver(options={"timeout": SHORT}), stop)
 
 
 def is_killed(scene: Scene) -> Any:
-    return scene.loop(scene.engine(), lambda: os.kill(os.getpid(), signal.SIGKILL) if scene.here else None)
+    return scene.train(scene.driver(), lambda: os.kill(os.getpid(), signal.SIGKILL) if scene.here else None)
 
 
 def is_killed_in_the_engine(scene: Scene) -> Any:
@@ -235,27 +233,27 @@ def is_killed_in_the_engine(scene: Scene) -> Any:
         if scene.here and ctx.step == STEP:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return scene.loop(scene.engine(apply=apply, options={"timeout": SHORT * 2}))
+    return scene.train(scene.driver(apply=apply, options={"timeout": SHORT * 2}))
 
 
 def exits(scene: Scene) -> Any:
     """One process ends without a word."""
-    return scene.loop(scene.engine(), lambda: os._exit(3) if scene.here else None)
+    return scene.train(scene.driver(), lambda: os._exit(3) if scene.here else None)
 
 
 def leaves_early(scene: Scene) -> Any:
     """One rank has less data and ends in good order."""
-    return scene.loop(scene.engine(), last=STEP if scene.here else LAST, pace=0.5)
+    return scene.train(scene.driver(), last=STEP if scene.here else LAST, pace=0.5)
 
 
 def computes_too_long(scene: Scene) -> Any:
     """Main needs longer than the timeout."""
-    return scene.loop(scene.engine(source=_slow, options={"timeout": SHORT}))
+    return scene.train(scene.driver(source=_slow, options={"timeout": SHORT}))
 
 
 def computes_long_with_its_own_timeout(scene: Scene) -> Any:
     """Main needs longer than the engine's timeout, but not than the value's."""
-    return scene.loop(scene.engine(source=_slow, timeout=60.0, options={"timeout": SHORT}))
+    return scene.train(scene.driver(source=_slow, timeout=60.0, options={"timeout": SHORT}))
 
 
 def _slow(ctx: Context) -> int:
@@ -271,7 +269,7 @@ def fails_outside(scene: Scene) -> Any:
         if scene.here:
             raise LookupError("no data")
 
-    return scene.loop(scene.engine(), fail)
+    return scene.train(scene.driver(), fail)
 
 
 def source_is_interrupted(scene: Scene) -> Any:
@@ -280,7 +278,7 @@ def source_is_interrupted(scene: Scene) -> Any:
             raise KeyboardInterrupt
         return ctx.step
 
-    return scene.loop(scene.engine(source=source))
+    return scene.train(scene.driver(source=source))
 
 
 def is_interrupted_while_it_waits(scene: Scene) -> Any:
@@ -293,16 +291,16 @@ def is_interrupted_while_it_waits(scene: Scene) -> Any:
             os.kill(parent, signal.SIGINT)
             os._exit(0)
 
-    return scene.loop(scene.engine(source=_slow), interrupt)
+    return scene.train(scene.driver(source=_slow), interrupt)
 
 
 def sends_no_frame(scene: Scene) -> Any:
     """Main sends bytes that are no frame."""
-    engine = scene.engine()
+    driver = scene.driver()
 
     def spoil() -> None:
         if scene.here:
-            frame: Any = engine._run._exchange._frame  # type: ignore[union-attr]
+            frame: Any = driver.engine._run._exchange._frame  # type: ignore[union-attr]
             write = frame.write
 
             def spoiled(*args: Any) -> Any:
@@ -312,7 +310,7 @@ def sends_no_frame(scene: Scene) -> Any:
 
             frame.write = spoiled
 
-    return scene.loop(engine, spoil)
+    return scene.train(driver, spoil)
 
 
 FAULTS = {
@@ -327,7 +325,7 @@ FAULTS = {
         ),
         Fault(cannot_travel, "ComputeError", ("ComputeError",), ("'x'", "step 2", "CodecError", "a[1]"), anyone=False),
         Fault(breaks_its_spec, "MismatchError", ("MismatchError",), ("'x'", "step 2", "int", "str"), anyone=False),
-        Fault(breaks_its_tensor_spec, "MismatchError", ("MismatchError",), ("[2]", "[3]"), anyone=False),
+        Fault(breaks_its_tensor_spec, "MismatchError", ("MismatchError",), ("[2]", "[3]"), anyone=False, hosted=False),
         Fault(apply_raises, "PeerError", ("ValueError",), ("'x'", "step 2", "rank {who}", "ValueError: cannot apply")),
         Fault(
             apply_raises_last, "PeerError", ("ValueError",), ("'x'", "step 2", "rank {who}", "ValueError: cannot apply")
@@ -337,7 +335,7 @@ FAULTS = {
         Fault(spec_differs, "MismatchError", ("MismatchError",), ("x.spec", "float", "int")),
         Fault(frame_size_differs, "MismatchError", ("MismatchError",), ("frame_bytes", "2048", "4096")),
         Fault(config_differs, "MismatchError", ("MismatchError",), ("config.model.width", "8", "4")),
-        Fault(skips_a_step, "MismatchError", ("MismatchError",), ("step 2", "step 3")),
+        Fault(skips_a_step, "MismatchError", ("MismatchError",), ("step 2", "step 3"), hosted=False),
         Fault(syncs_out_of_order, "MismatchError", ("MismatchError",), ("step 1", "step 2")),
         Fault(
             comes_late,
@@ -364,14 +362,14 @@ FAULTS = {
         Fault(
             source_is_interrupted,
             "PeerError",
-            ("KeyboardInterrupt",),
+            ("KeyboardInterrupt", "SystemExit"),
             ("rank {who}", "KeyboardInterrupt"),
             anyone=False,
         ),
         Fault(
             is_interrupted_while_it_waits,
             "PeerError",
-            ("KeyboardInterrupt",),
+            ("KeyboardInterrupt", "SystemExit"),
             ("rank {who}", "KeyboardInterrupt"),
             main=False,
         ),
@@ -388,9 +386,10 @@ class Cell:
     world_size: int
     who: int
     store: Literal["file", "tcp"] = "file"
+    host: str = "plain"
 
     def __str__(self) -> str:
-        return f"{self.fault}[{self.world_size} ranks, rank {self.who}, {self.store}]"
+        return f"{self.fault}[{self.world_size} ranks, rank {self.who}, {self.store}, {self.host}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -411,6 +410,8 @@ def cells(world_sizes: tuple[int, ...] = (2, 3, 4, 8)) -> list[Cell]:
                 matrix.append(Cell(name, world_size, who))
                 if "died" in fault.culprit and who == 0:
                     matrix.append(Cell(name, world_size, who, "tcp"))
+                if world_size == 2 and fault.hosted:
+                    matrix += [Cell(name, world_size, who, host=host) for host in HOSTS if host != "plain"]
     return matrix
 
 
@@ -421,7 +422,7 @@ def _act(rank: int, cell: Cell) -> tuple[Any, str | None]:
     result = None
     begun = time.monotonic()
     try:
-        result = fault.run(Scene(rank, cell.world_size, cell.who))
+        result = fault.run(Scene(rank, cell.world_size, cell.who, cell.host))
     except BaseException as raised:
         error = raised
     seconds = time.monotonic() - begun

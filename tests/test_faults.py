@@ -9,17 +9,19 @@ from faults import FAULTS, Cell, cells, play
 
 _MATRIX = cells()
 _SLOW = {"sticks_in_a_training_collective"}  # waits for the timeout of the default group
+_HOSTED = {"compute_raises", "apply_raises", "config_differs", "is_killed", "leaves_early", "fails_outside"}
 
 
 def _sample() -> list[Cell]:
-    """For each fault one cell, walking through world sizes and positions; and the deaths on a store that dies too."""
+    """For each fault one plain cell, walking through world sizes and positions; hosts; deaths on a store that dies."""
     chosen = []
     for number, name in enumerate(FAULTS):
-        mine = [cell for cell in _MATRIX if cell.fault == name and cell.store == "file"]
+        mine = [cell for cell in _MATRIX if cell.fault == name and cell.store == "file" and cell.host == "plain"]
         if name in _SLOW:
             mine = [cell for cell in mine if cell.world_size == 2]
         chosen.append(mine[(number * 5) % len(mine)])
-    return chosen + [cell for cell in _MATRIX if cell.store == "tcp" and cell.world_size == 4]
+    hosted = [cell for cell in _MATRIX if cell.host != "plain" and cell.fault in _HOSTED]
+    return chosen + hosted + [cell for cell in _MATRIX if cell.store == "tcp" and cell.world_size == 4]
 
 
 @pytest.mark.parametrize("cell", _sample(), ids=str)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -92,7 +93,13 @@ class Channel:
             raise broken(wait, board, self.topology, error).error() from error
         try:
             if meanwhile is not None:
-                meanwhile()
+                try:
+                    meanwhile()
+                except BaseException:
+                    # Teardown ends an operation that waits for its neighbours, but not one that has yet to begin.
+                    with suppress(RuntimeError):
+                        work.wait(_SLICE)
+                    raise
             self._finish(work, wait, board)
         finally:
             work = None  # a traceback keeps this frame, and the operation would keep threads and connections
