@@ -19,6 +19,7 @@ from fault_hosts import HOSTS, Driver
 from ranks import Outcome, run_ranks
 
 from syncstate import Context, Every, SharedState, SyncEngine, TensorSpec
+from syncstate.wire import channel as _channel
 
 __all__ = ["FAULTS", "Cell", "Fault", "Verdict", "cells", "play"]
 
@@ -236,6 +237,30 @@ def is_killed_in_the_engine(scene: Scene) -> Any:
     return scene.train(scene.driver(apply=apply, options={"timeout": SHORT * 2}))
 
 
+def is_killed_while_connecting(scene: Scene) -> Any:
+    """One rank dies when all have met and the private group is being made."""
+    channel: Any = _channel
+    if scene.here:
+        channel.connect = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    return scene.train(scene.driver(options={"timeout": SHORT}))
+
+
+def fails_while_connecting(scene: Scene) -> Any:
+    """One rank fails when all have met and the private group is being made."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("no descriptors left")
+
+    channel: Any = _channel
+    kept = channel.connect
+    try:
+        if scene.here:
+            channel.connect = fail
+        return scene.train(scene.driver())
+    finally:
+        channel.connect = kept
+
+
 def exits(scene: Scene) -> Any:
     """One process ends without a word."""
     return scene.train(scene.driver(), lambda: os._exit(3) if scene.here else None)
@@ -354,6 +379,8 @@ FAULTS = {
         Fault(is_stopped, "SyncTimeout", ("SyncTimeout", "PeerError"), ("1.5 s", "rank {who} did not report")),
         Fault(is_killed, "PeerError", ("died",), ("rank {who}",)),
         Fault(is_killed_in_the_engine, "PeerError", ("died",), ()),
+        Fault(is_killed_while_connecting, "SyncTimeout", ("died",), ("rank {who} did not report",)),
+        Fault(fails_while_connecting, "PeerError", ("OSError",), ("rank {who}", "OSError: no descriptors left")),
         Fault(exits, "PeerError", ("died",), ("rank {who}",)),
         Fault(leaves_early, "PeerError", (None, "PeerError"), ("rank {who} ended at step 2",)),
         Fault(computes_too_long, "SyncTimeout", ("SyncTimeout",), ("rank {who}", "main process"), anyone=False),
@@ -473,8 +500,8 @@ def _judge(cell: Cell, outcome: Outcome) -> str:
     name = None if told is None else told[0]
     if rank == cell.who:
         return "" if name in fault.culprit else f"rank {rank}, the culprit: {told}, not {fault.culprit}"
-    if name != fault.others:
+    lost = cell.store == "tcp" and cell.who == 0  # then nobody can say who it was
+    if name != fault.others and not (lost and name == "PeerError"):
         return f"rank {rank}: {told}, not {fault.others}"
-    lost = cell.store == "tcp" and cell.who == 0
     missing = [] if told is None or lost else [part for part in fault.says if part.format(who=cell.who) not in told[1]]
     return f"rank {rank}: {told} does not say {missing}" if missing else ""

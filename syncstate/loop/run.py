@@ -78,19 +78,21 @@ class Run:
             if len(groups) > 1:
                 self._meeting.depart()
                 raise MismatchError("start: the plans of the ranks differ:\n  " + differences(groups))
-        self._channel = Channel(topology, self._meeting, self._timeout)
-        self._exchange = Exchange(
-            self._channel,
-            plan.digest[:8],
-            options.seed,
-            options.frame_bytes,
-            options.max_bytes,
-            self._state.allow_pickle,
-        )
-        self._refresh = Refresh(self._state, options.seed, topology, self._channel, self._exchange)
+        self._channel = Channel(topology, self._meeting)
         try:
+            self._channel.connect(self._timeout)
+            self._exchange = Exchange(
+                self._channel,
+                plan.digest[:8],
+                options.seed,
+                options.frame_bytes,
+                options.max_bytes,
+                self._state.allow_pickle,
+            )
+            self._refresh = Refresh(self._state, options.seed, topology, self._channel, self._exchange)
             self._exchange.warm_up(self._wait("start"))
-        except BaseException:
+        except BaseException as error:
+            self._tell(error, 0)
             self._channel.teardown(abrupt=True)
             raise
 

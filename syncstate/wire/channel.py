@@ -7,9 +7,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from syncstate.topology import Topology
+from syncstate.wire.connecting import connect
 from syncstate.wire.meeting import Meeting, Patience
 from syncstate.wire.notes import Note, NoteBoard
 from syncstate.wire.sockets import Sockets
@@ -18,7 +18,6 @@ from syncstate.wire.verdict import Wait, broken, late
 __all__ = ["Channel", "Wait"]
 
 _SLICE = timedelta(milliseconds=100)
-_LONGEST_SETUP = 60.0
 _SPARE_SECONDS = 30.0
 
 
@@ -32,13 +31,12 @@ class Channel:
     Args:
         topology: The group.
         meeting: Where the ranks met; None for a group of one.
-        timeout: Seconds that making the group may take.
 
     Attributes:
         collectives: How many collectives this rank has issued.
     """
 
-    def __init__(self, topology: Topology, meeting: Meeting | None, timeout: float) -> None:
+    def __init__(self, topology: Topology, meeting: Meeting | None) -> None:
         self.topology = topology
         self.collectives = 0
         self._acknowledged = 0
@@ -47,16 +45,20 @@ class Channel:
         self._meeting = meeting
         self._board = None if meeting is None else meeting.board
         self._sockets: Sockets | None = None
-        if meeting is not None:
-            setup = timedelta(seconds=min(timeout, _LONGEST_SETUP))
-            store = dist.PrefixStore("gloo", meeting.store)
-            begun = time.monotonic()
-            try:
-                with Sockets(topology.world_size - 1) as self._sockets:
-                    self._group = dist.ProcessGroupGloo(store, topology.rank, topology.world_size, setup)
-            except RuntimeError as error:
-                wait = Wait("start: connecting the ranks", 0, setup.total_seconds(), begun)
-                raise broken(wait, meeting.board, topology, error).error() from error
+        self._work: Any = None  # the operation in flight; here and not in a frame, which a traceback would keep
+
+    def connect(self, timeout: float) -> None:
+        """Make the group. Collective.
+
+        Args:
+            timeout: Seconds that it may take.
+
+        Raises:
+            SyncStateError: A rank failed, died or did not answer.
+        """
+        if self._meeting is not None:
+            with Sockets(self.topology.world_size - 1) as self._sockets:
+                self._group = connect(self._meeting, self.topology, timeout)
 
     @property
     def lost(self) -> str | None:
@@ -88,41 +90,29 @@ class Channel:
         if limit is None:
             limit = self._limits[wait.timeout] = timedelta(seconds=wait.timeout + _SPARE_SECONDS)
         try:
-            work = self._group.broadcast(buffer, self.topology.main if root is None else root, limit)
+            self._work = self._group.broadcast(buffer, self.topology.main if root is None else root, limit)
         except RuntimeError as error:
             raise broken(wait, board, self.topology, error).error() from error
-        try:
-            if meanwhile is not None:
-                try:
-                    meanwhile()
-                except BaseException:
-                    # Teardown ends an operation that waits for its neighbours, but not one that has yet to begin.
-                    with suppress(RuntimeError):
-                        work.wait(_SLICE)
-                    raise
-            self._finish(work, wait, board)
-        finally:
-            work = None  # a traceback keeps this frame, and the operation would keep threads and connections
+        if meanwhile is not None:
+            meanwhile()
+        while not self._arrived(wait, board):
+            if board.alarmed():
+                raise board.hear(wait.step).error()
+            if time.monotonic() - wait.begun >= wait.timeout:
+                raise late(wait, board, self.topology).error()
+        self._work = None
 
-    def _finish(self, work: Any, wait: Wait, board: NoteBoard) -> None:
-        """Wait in slices: the backend's own wait hides both signals and the notes of other ranks."""
+    def _arrived(self, wait: Wait, board: NoteBoard) -> bool:
+        """Wait for the operation for a slice of time: the backend's own wait hides signals and the notes of others."""
         try:
-            while True:
-                try:
-                    work.wait(_SLICE)
-                    return
-                except RuntimeError as error:
-                    # A slice that is over leaves the operation running; anything else has ended it.
-                    if work.is_completed():
-                        if work.is_success():
-                            return
-                        raise broken(wait, board, self.topology, error).error() from error
-                if board.alarmed():
-                    raise board.hear(wait.step).error()
-                if time.monotonic() - wait.begun >= wait.timeout:
-                    raise late(wait, board, self.topology).error()
-        finally:
-            work = None
+            self._work.wait(_SLICE)
+        except RuntimeError as error:
+            # A slice that is over leaves the operation running; anything else has ended it.
+            if not self._work.is_completed():
+                return False
+            if not self._work.is_success():
+                raise broken(wait, board, self.topology, error).error() from error
+        return True
 
     def acknowledge(self) -> None:
         """Say that this rank has done what it can fail at by itself after a broadcast; see `settle`."""
@@ -180,11 +170,15 @@ class Channel:
             abrupt: An operation may be in flight, and frames of a traceback may hold it. Dropping the group would block
                 until the operation times out; without its connections it ends now, and the neighbours hear of it.
         """
+        if abrupt and self._work is not None:
+            # Shutting the connections ends an operation that waits for its neighbours, not one that has yet to begin.
+            with suppress(RuntimeError):
+                self._work.wait(_SLICE)
         if self._sockets is not None:
             if abrupt:
                 self._sockets.shut()
             self._sockets.forget()
-        self._group = None
+        self._group = self._work = None
         if self._meeting is not None:
             self._meeting.depart()
             self._meeting = None

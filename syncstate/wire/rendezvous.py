@@ -39,8 +39,8 @@ def meet(topology: Topology, timeout: float) -> Meeting:
     members = "-".join(map(str, topology.global_ranks))
     if topology.world_size == dist.get_world_size():
         members = "world"
-    base = dist.PrefixStore(f"syncstate/{members}", default_store.clone())
     try:
+        base = dist.PrefixStore(f"syncstate/{members}", default_store.clone())
         place, missing = _gather(base, topology, timeout) if topology.rank == HOST else _join(base, topology, timeout)
     except SyncTimeout:
         raise

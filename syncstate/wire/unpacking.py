@@ -110,9 +110,7 @@ class _Unpacking:
 
     __slots__ = ("allow_pickle", "bits", "bits_end", "blobs_end", "copy", "region", "shelf")
 
-    def __init__(
-        self, bits: bytes, region: Region | None, copy: bool, allow_pickle: bool, shelf: Shelf | None
-    ) -> None:
+    def __init__(self, bits: bytes, region: Region | None, copy: bool, allow_pickle: bool, shelf: Shelf | None) -> None:
         self.bits = bits
         self.shelf = shelf
         self.region = region
