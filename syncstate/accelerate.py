@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from os import PathLike
 from types import TracebackType
 from typing import Any
 
@@ -82,7 +83,7 @@ class SyncStateHook:
         config: Mapping[str, Any] | None = None,
         resync: Any = None,
         verify_values: bool = False,
-        events: Callable[[Mapping[str, Any]], object] | str | None = None,
+        events: Callable[[Mapping[str, Any]], object] | str | PathLike[str] | None = None,
     ) -> None:
         if not isinstance(accelerator, Accelerator):
             raise ConfigError(f"SyncStateHook: accelerator must be an accelerate.Accelerator, got {accelerator!r}")

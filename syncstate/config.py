@@ -14,6 +14,7 @@ import hydra.utils
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from syncstate.errors import ConfigError, SyncStateError
+from syncstate.loop.options import Options
 from syncstate.schedule import At, Every, Once, Schedule
 from syncstate.spec import TensorSpec
 from syncstate.state import SharedState
@@ -71,6 +72,13 @@ def build(node: Mapping[str, Any] | DictConfig) -> tuple[SharedState, dict[str, 
         options["every"] = _schedule(top["schedule"], f"{_ROOT}.schedule")
     if (resync := _resync(top.get("resync"))) is not None:
         options["resync"] = resync
+
+    for option, given in options.items():
+        where = f"{_ROOT}.transport" if option in TRANSPORT else _ROOT
+        try:
+            Options(**{option: given})
+        except ConfigError as error:
+            raise ConfigError(f"{where}.{option}: {error}") from error
 
     for name, value in _mapping(_or_empty(top.get("values")), f"{_ROOT}.values").items():
         _add(state, name, value)

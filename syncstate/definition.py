@@ -6,14 +6,28 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 from syncstate.context import Context
-from syncstate.errors import ConfigError
+from syncstate.errors import CodecError, ConfigError
 from syncstate.schedule import At, Every, Once, Schedule
 from syncstate.spec import TensorSpec, parse_spec
+from syncstate.wire.codec import pack
 
-__all__ = ["MISSING", "Definition", "Missing", "Source", "check_schedule", "define", "refuse", "seconds"]
+__all__ = [
+    "MISSING",
+    "Definition",
+    "Missing",
+    "Source",
+    "check_initial",
+    "check_schedule",
+    "define",
+    "refuse",
+    "seconds",
+]
+
+
+T_co = TypeVar("T_co", covariant=True)
 
 
 class Missing:
@@ -35,7 +49,7 @@ MISSING: Final = Missing()
 
 
 @runtime_checkable
-class Source(Protocol):
+class Source(Protocol[T_co]):
     """The shape of a source that is an object.
 
     Optional are `apply`, `derive`, `state_dict` and `load_state_dict`. `apply(value, ctx)` runs on every rank when the
@@ -43,7 +57,7 @@ class Source(Protocol):
     own, say); it must be a pure function of its arguments.
     """
 
-    def compute(self, ctx: Context) -> Any:
+    def compute(self, ctx: Context) -> T_co:
         """The value for `ctx.step`; runs on the main process only."""
 
 
@@ -115,6 +129,15 @@ def check_schedule(owner: str, every: Any, *, optional: bool = True) -> Schedule
     return every
 
 
+def check_initial(name: str, initial: Any, *, allow_pickle: bool) -> Any:
+    """An initial value as it is; a `ConfigError` if ranks could not even compare it."""
+    try:
+        pack(initial, allow_pickle=allow_pickle)
+    except CodecError as error:
+        raise ConfigError(f"value {name!r}: initial cannot be shared: {error}") from error
+    return initial
+
+
 def seconds(owner: str, timeout: Any) -> float:
     """A timeout in seconds, from a number or a `timedelta`; `owner` is named in the error."""
     number = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -148,7 +171,7 @@ def define(
     lag: int | None,
     scope: str | None,
     timeout: float | timedelta | None,
-    checkpoint: bool | None,
+    checkpoint: bool,
 ) -> Definition:
     """Check one declaration.
 
@@ -179,7 +202,7 @@ def define(
     apply = apply if apply is not None else own
     if apply is not None and not callable(apply):
         raise ConfigError(f"{owner}: apply must be a callable apply(value, ctx), got {apply!r}")
-    if checkpoint is not None and not isinstance(checkpoint, bool):
+    if not isinstance(checkpoint, bool):
         raise ConfigError(f"{owner}: checkpoint must be true or false, got {checkpoint!r}")
     return Definition(
         name=name,
@@ -190,6 +213,6 @@ def define(
         spec=parse_spec(owner, spec),
         initial=getattr(source, "initial", MISSING) if initial is MISSING else initial,
         timeout=None if timeout is None else seconds(owner, timeout),
-        checkpoint=True if checkpoint is None else checkpoint,
+        checkpoint=checkpoint,
         compute=compute,
     )

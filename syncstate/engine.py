@@ -4,13 +4,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from os import PathLike
 from typing import Any
 
 from syncstate.errors import ConfigError, PeerError, SyncStateError
 from syncstate.loop.checkpoint import Restored, parse, snapshot
 from syncstate.loop.options import Options
 from syncstate.loop.plan import Agenda, Entry
-from syncstate.loop.run import LOOK_SECONDS, Run
+from syncstate.loop.run import LOOK_SECONDS, Run, decline_start
 from syncstate.loop.sources import Failure
 from syncstate.loop.stats import Stats
 from syncstate.schedule import Every, Schedule, whole
@@ -74,7 +75,7 @@ class SyncEngine:
         config: Mapping[str, Any] | None = None,
         resync: Any = None,
         verify_values: bool = False,
-        events: Callable[[Mapping[str, Any]], object] | str | None = None,
+        events: Callable[[Mapping[str, Any]], object] | str | PathLike[str] | None = None,
     ) -> None:
         if state is not None and not isinstance(state, SharedState):
             raise ConfigError(f"engine: state must be a SharedState, got {state!r}")
@@ -84,7 +85,7 @@ class SyncEngine:
             on_error=on_error, config=config, resync=resync, verify_values=verify_values, events=events,
         )  # fmt: skip
         self.state = state if state is not None else SharedState()
-        self.stats = Stats()
+        self.stats = Stats(self.state)
         self.host: Any = None
         self.model: Any = None
         self._run: Run | None = None
@@ -132,6 +133,8 @@ class SyncEngine:
         if not isinstance(result, Failure) or result.kept(self._options.on_error):
             self._started = True
             self._see(run, step, epoch)
+            for entry in due:
+                entry.again = False
         return self._conclude(result)
 
     def step(self, step: int, epoch: int | None = None) -> tuple[str, ...]:
@@ -223,24 +226,19 @@ class SyncEngine:
         """Wait for everything that is in flight. Blocking syncs leave nothing in flight, so there is nothing to do."""
 
     def abort(self, reason: str) -> None:
-        """End the engine on all ranks: the others raise `PeerError` with the reason at their next call.
-
-        Args:
-            reason: Why, in a few words.
-        """
+        """End the engine on all ranks: the others raise `PeerError` with the reason at their next call."""
         run, step = self._leaving("abort")
         if run is not None:
             run.end(PeerError(f"rank {run.topology.rank} ended the engine at step {step}: {reason}"), step)
 
     def leave(self, error: BaseException) -> None:
-        """End the engine because of an error outside of it.
-
-        Args:
-            error: What is leaving the training loop.
+        """End the engine because of an error outside of it, such as one that leaves the training loop.
 
         Raises:
             SyncStateError: Another rank had failed before, so that its cause comes first; raised from `error`.
         """
+        if self._run is None:
+            decline_start(self._options, error)
         run, step = self._leaving()
         if run is not None:
             cause = run.end(error, step)
@@ -292,8 +290,8 @@ class SyncEngine:
         """Take what `state_dict` returned in an earlier run; it comes into force in `start`. Never communicates.
 
         Raises:
-            ConfigError: The engine has started, or this is no state of an engine.
+            ConfigError: The engine has synced already, or this is no state of an engine.
         """
-        if self._started:
-            raise ConfigError("load_state_dict: the engine has started; load before start or the first step")
-        self._restored = parse(state)
+        if self._started and self._run is not None and self._run.synced:
+            raise ConfigError("load_state_dict: the engine has started; load before the first sync")
+        self._restored, self._started = parse(state), False  # the next call starts from it

@@ -14,6 +14,7 @@ Which hook does what, and why there:
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -103,7 +104,7 @@ class SyncStateCallback(Callback):
         config: Mapping[str, Any] | None = None,
         resync: Any = None,
         verify_values: bool = False,
-        events: Callable[[Mapping[str, Any]], object] | str | None = None,
+        events: Callable[[Mapping[str, Any]], object] | str | PathLike[str] | None = None,
     ) -> None:
         if not isinstance(state, SharedState):
             raise ConfigError(f"SyncStateCallback: state must be a SharedState, got {state!r}")

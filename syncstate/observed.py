@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from syncstate.errors import ConfigError
+
 __all__ = ["Ring"]
 
 
@@ -22,7 +24,12 @@ class Ring:
 
     def push(self, value: Any) -> None:
         """Add a tensor of any shape, or a number. Detached and copied; does not wait for the device."""
-        numbers = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+        try:
+            numbers = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(f"observe takes tensors and numbers, got {value!r}") from error
+        if numbers.is_complex():
+            raise ConfigError(f"observe takes real numbers, got {numbers.dtype}; observe x.abs() or its parts")
         numbers = numbers.reshape(-1)[-self._capacity :]
         if not numbers.numel():
             return

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, overload
 import torch
 
 from syncstate.context import Context
-from syncstate.definition import MISSING, Definition, Source, define
+from syncstate.definition import MISSING, Definition, Source, check_initial, define
 from syncstate.errors import ConfigError, NotReady
 from syncstate.observed import Ring
 from syncstate.record import Info, Record
@@ -31,6 +31,7 @@ class Shared(Generic[T]):
         self.name = name
         self.source = source
         self.__doc__ = getattr(source, "__doc__", None)
+        self.__name__ = getattr(source, "__name__", name)
 
     @property
     def value(self) -> T:
@@ -109,14 +110,14 @@ class SharedState(Mapping[str, Any]):
         lag: int | None = ...,
         scope: str | None = ...,
         timeout: float | timedelta | None = ...,
-        checkpoint: bool | None = ...,
+        checkpoint: bool = ...,
     ) -> Shared[T]: ...
 
     @overload
     def add(
         self,
         name: str,
-        source: Source,
+        source: Source[T],
         *,
         every: Schedule | None = ...,
         collect: Any = ...,
@@ -130,8 +131,8 @@ class SharedState(Mapping[str, Any]):
         lag: int | None = ...,
         scope: str | None = ...,
         timeout: float | timedelta | None = ...,
-        checkpoint: bool | None = ...,
-    ) -> Shared[Any]: ...
+        checkpoint: bool = ...,
+    ) -> Shared[T]: ...
 
     def add(
         self,
@@ -150,7 +151,7 @@ class SharedState(Mapping[str, Any]):
         lag: int | None = None,
         scope: str | None = None,
         timeout: float | timedelta | None = None,
-        checkpoint: bool | None = None,
+        checkpoint: bool = True,
     ) -> Shared[Any]:
         """Declare a shared value. Every rank declares the same ones; the order does not matter.
 
@@ -181,13 +182,14 @@ class SharedState(Mapping[str, Any]):
             raise ConfigError(f"value {name!r}: an engine that uses this state has started; add values before")
         if name in self._definitions:
             raise ConfigError(f"value {name!r} is already in this state; names must differ")
-        self._definitions[name] = definition = define(
+        definition = define(
             name, source, every=every, collect=collect, reduce=reduce, deliver=deliver, apply=apply, spec=spec,
             device=device, initial=initial, async_op=async_op, lag=lag, scope=scope, timeout=timeout,
             checkpoint=checkpoint,
         )  # fmt: skip
         if definition.initial is not MISSING:
-            self._values[name] = definition.initial
+            self._values[name] = check_initial(name, definition.initial, allow_pickle=self.allow_pickle)
+        self._definitions[name] = definition
         self._records[name] = Record()
         return Shared(self, name, source)
 
@@ -278,23 +280,18 @@ class SharedState(Mapping[str, Any]):
             raise self._absent(name)
         return record
 
-    def claim(self, taken: bool) -> None:
-        """An engine takes the state, or gives it back; nothing is added while one has it.
-
-        Raises:
-            ConfigError: Another engine has it.
-        """
+    def _claim(self, taken: bool) -> None:
+        """An engine takes the state, or gives it back; nothing is added while one has it."""
         if taken and self._in_use:
             raise ConfigError("another engine uses this state; close it first, or give each engine a state of its own")
         self._in_use = taken
 
-    def forget(self, name: str) -> None:
-        """The engine's door: a value is what it was before it was first computed."""
+    def _forget(self, name: str) -> None:
         self._records[name].put(None, (None, None), 0)
         self._values.pop(name, None)
         if self._definitions[name].initial is not MISSING:
             self._values[name] = self._definitions[name].initial
 
-    def update(self, names: Iterable[str], values: Iterable[Any]) -> None:
+    def _update(self, names: Iterable[str], values: Iterable[Any]) -> None:
         """The engine's door: values come into force. Other threads see the old or the new one, never a part."""
         self._values.update(zip(names, values, strict=True))

@@ -81,8 +81,6 @@ class Reference:
                 # What is computed at every start counts as never computed.
                 again = [n for n, v in self.values.items() if isinstance(v.schedule, Once) and not v.checkpoint]
                 due = sorted({*due, *again})
-                for name in again:
-                    self.values[name].version = 0
         else:
             due = [name for name, value in sorted(self.values.items()) if value.hit(self.seen, (step, epoch))]
         if failing in due:

@@ -181,7 +181,7 @@ def receiver(names: str = "ab") -> tuple[Exchange, Batch, bytes]:
     state = SharedState({name: lambda ctx: 0 for name in names})
     plan = Plan(state, Options(), {})
     topology = Topology(rank=1, world_size=2, main=0, global_ranks=(0, 1))
-    channel = Channel(topology, None, 1.0)
+    channel = Channel(topology, None)
     exchange = Exchange(channel, plan.digest[:8], 0, FRAME, LIMIT, False)
     batch = Batch(plan.entries)
     return exchange, batch, Stamp(1, 7, 0, plan.digest[:8], batch.digest).prefix()

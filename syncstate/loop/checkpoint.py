@@ -106,7 +106,7 @@ def restore(restored: Restored, entries: Sequence[Entry], state: SharedState, *,
         _log.warning("the checkpoint has values that this run does not: %s", ", ".join(unknown))
     found = []
     for entry in entries:
-        state.forget(entry.name)  # where this process has run before, what it computed later than the checkpoint
+        state._forget(entry.name)  # where this process has run before, what it computed later than the checkpoint
         if not entry.definition.checkpoint:
             continue
         try:

@@ -26,9 +26,10 @@ class Entry:
         schedule, timeout: The value's own, else the engine's.
         record: What the state knows of it.
         compute: The function that computes it.
+        again: Whether the start computes it whatever its schedule says.
     """
 
-    __slots__ = ("compute", "definition", "name", "record", "schedule", "timeout")
+    __slots__ = ("again", "compute", "definition", "name", "record", "schedule", "timeout")
 
     def __init__(self, definition: Definition, record: Record, schedule: Schedule, timeout: float) -> None:
         self.name = definition.name
@@ -36,6 +37,7 @@ class Entry:
         self.compute: Callable[..., Any] = definition.compute
         self.record = record
         self.schedule = definition.every if definition.every is not None else schedule
+        self.again = False
         self.timeout = definition.timeout if definition.timeout is not None else timeout
 
     def described(self, allow_pickle: bool) -> dict[str, Any]:
@@ -124,7 +126,9 @@ class Agenda:
         due = []
         for entry in self._entries:
             now, last = (epoch, seen[1]) if entry.schedule.unit == "epochs" else (step, seen[0])
-            if not entry.record.version:
+            if entry.again:
+                hit = True
+            elif not entry.record.version:
                 first = entry.schedule.next_after(-1)
                 hit = first is not None and first <= now
             elif back or last < 0:

@@ -104,7 +104,7 @@ class Refresh:
 
     def _hold(self, batch: Batch, values: list[Any], fields: dict[str, Any]) -> None:
         if not batch.derives and not batch.applies:
-            self._state.update(batch.names, values)
+            self._state._update(batch.names, values)
             return
         held = list(values)
         contexts = {
@@ -115,7 +115,7 @@ class Refresh:
             name = batch.names[index]
             with self._telling("derive", name, fields["step"]):
                 held[index] = derive(values[index], contexts[name])
-        self._state.update(batch.names, held)
+        self._state._update(batch.names, held)
         for name, apply in batch.applies:
             with self._telling("apply", name, fields["step"]):
                 apply(self._state[name], contexts[name])

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from syncstate.errors import CodecError, ConfigError, MismatchError, PeerError, SyncStateError, SyncTimeout
@@ -22,12 +23,18 @@ from syncstate.topology import find_topology
 from syncstate.wire.channel import Channel, Wait
 from syncstate.wire.meeting import store_lost
 from syncstate.wire.notes import Note
-from syncstate.wire.rendezvous import meet
+from syncstate.wire.rendezvous import decline, meet
 
-__all__ = ["LOOK_SECONDS", "Run"]
+__all__ = ["LOOK_SECONDS", "Run", "decline_start"]
 
 LOOK_SECONDS = 1.0  # how often a rank that does not wait looks for news of a failure
 _log = logging.getLogger("syncstate")
+
+
+def decline_start(options: Options, error: BaseException) -> None:
+    """Tell ranks that wait for this one to start that it does not come."""
+    with suppress(ConfigError):  # without a group nobody waits
+        decline(find_topology(options.group, options.main), f"{type(error).__name__}: {error}")
 
 
 class Run:
@@ -45,6 +52,7 @@ class Run:
     Attributes:
         topology, plan: As their classes say.
         thread: The thread that made the run, the only one that may call the engine.
+        synced: Whether any value was refreshed.
         busy: Whether a collective part is running.
         ended: Why the run is over; None while it is not.
     """
@@ -52,20 +60,24 @@ class Run:
     def __init__(self, state: SharedState, options: Options) -> None:
         self.topology = find_topology(options.group, options.main)
         self.thread = threading.get_ident()
-        self.busy = False
+        self.busy = self.synced = False
         self._look_at = 0.0
         self.ended: Exception | None = None
         self._state = state
         self._timeout = options.seconds
         self._verifies = options.verify_values
-        self._sink = open_sink(options.events, self.topology.is_main)
         main = self.topology.global_ranks[self.topology.main]
-        self.plan = Plan(state, options, {"main": main, "allow_pickle": state.allow_pickle})
-        state.claim(True)
+        try:
+            self._sink = open_sink(options.events, self.topology.is_main)
+            self.plan = Plan(state, options, {"main": main, "allow_pickle": state.allow_pickle})
+            state._claim(True)
+        except Exception as error:
+            decline(self.topology, f"{type(error).__name__}: {error}")
+            raise
         try:
             self._connect(options)
         except BaseException:
-            state.claim(False)
+            state._claim(False)
             raise
         self.event("open", world_size=self.topology.world_size)
 
@@ -110,8 +122,7 @@ class Run:
 
     def _prepare(self, restored: Restored | None) -> tuple[int, int] | None:
         for entry in self.plan.entries:
-            if entry.schedule.unit == "once" and not entry.definition.checkpoint:
-                entry.record.put(entry.record.sent, entry.record.steps, 0)
+            entry.again = entry.schedule.unit == "once" and not entry.definition.checkpoint
         if restored is None:
             return None
         found = restore(restored, self.plan.entries, self._state, is_main=self.topology.is_main)
@@ -162,6 +173,7 @@ class Run:
                     raise note.error()
             if not due:
                 return ()
+            self.synced = True
             result = self._refresh.sync(due, place, stats)
             if self._verifies and self._meeting is not None and not isinstance(result, Failure):
                 verify(self._state, due, self._meeting, place["step"])
@@ -185,7 +197,7 @@ class Run:
         note = self._tell(error, step)
         told = describe(error)
         self.ended = error if isinstance(error, Exception) else PeerError(f"the engine ended at step {step}: {told}")
-        self._state.claim(False)
+        self._state._claim(False)
         self._channel.teardown(abrupt=True)
         self.event("ended", step=step, error=told)
         if self._channel.lost is not None:
@@ -198,7 +210,7 @@ class Run:
             self._refresh.settle(step)
         self._channel.sign_off(step)
         self.ended = ConfigError("the engine is closed; call start(step, epoch) to begin again")
-        self._state.claim(False)
+        self._state._claim(False)
         self._channel.teardown(abrupt=False)
         self.event("close", step=step)
 
@@ -216,15 +228,19 @@ class Run:
             raise ConfigError(f"{call}: called from inside a source or apply; a sync is running already")
 
     def event(self, what: str, **fields: Any) -> None:
-        """Tell the user's sink what happened, if there is one."""
+        """Tell the user's sink what happened, if there is one. One that fails is dropped: no rank may stop for it."""
         if self._sink is not None:
-            self._sink({"event": what, "rank": self.topology.rank, **fields})
+            try:
+                self._sink({"event": what, "rank": self.topology.rank, **fields})
+            except Exception:
+                self._sink = None
+                _log.exception("the sink for events failed on rank %d and gets no more of them", self.topology.rank)
 
     def _tell(self, error: BaseException, step: int) -> Note:
         if isinstance(error, SyncStateError) and not isinstance(error, ConfigError):
             kinds = {CodecError: "codec", MismatchError: "mismatch", SyncTimeout: "timeout"}
             return self._channel.tell(kinds.get(type(error), "peer"), step, str(error))
-        text = f"rank {self.topology.rank} failed at step {step}: {describe(error)}"
+        text = f"rank {self.topology.rank} failed at step {max(step, 0)}: {describe(error)}"
         return self._channel.tell("peer", step, text)
 
     def _wait(self, what: str) -> Wait:

@@ -3,6 +3,8 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
+from syncstate.state import SharedState
+
 __all__ = ["Counters", "Stats"]
 
 
@@ -21,6 +23,9 @@ class Counters(NamedTuple):
 class Stats(Mapping[str, Counters]):
     """Name -> counters, with totals as attributes.
 
+    Args:
+        state: The values.
+
     Attributes:
         syncs: How many syncs this rank took part in.
         failed: How many of them brought an error instead of values.
@@ -28,7 +33,8 @@ class Stats(Mapping[str, Counters]):
         seconds: Time spent in them on this rank, the sources' computation included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, state: SharedState) -> None:
+        self._state = state
         self.syncs = 0
         self.failed = 0
         self.collectives = 0
@@ -56,13 +62,13 @@ class Stats(Mapping[str, Counters]):
                 self._failures[name] = self._failures.get(name, 0) + 1
 
     def __getitem__(self, name: str) -> Counters:
-        counts = [count for names, count in self._synced.items() if name in names]
-        if not counts:
-            raise KeyError(name)
-        return Counters(sum(counts), self._failures.get(name, 0))
+        self._state.record(name)  # raises for a name that was never added
+        return Counters(
+            sum(count for names, count in self._synced.items() if name in names), self._failures.get(name, 0)
+        )
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(set().union(*self._synced)))
+        return iter(self._state.names)
 
     def __len__(self) -> int:
-        return len(set().union(*self._synced))
+        return len(self._state.names)

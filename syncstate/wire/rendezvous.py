@@ -7,18 +7,52 @@ nothing behind that a second one could stumble over.
 import json
 import time
 import uuid
+from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
-from syncstate.errors import SyncTimeout
+from syncstate.errors import PeerError, SyncStateError, SyncTimeout
 from syncstate.topology import Topology
 from syncstate.wire.meeting import HOST, Meeting, Patience, store_lost
 
-__all__ = ["meet"]
+__all__ = ["decline", "meet"]
 
 _POLL_SECONDS = 0.005
 _NO_TOKEN = "-"  # no rank's token; what the store answers where there is none
+_attempts: Counter[tuple[int, ...]] = Counter()  # how often this process was to meet the ranks of a group
+
+
+def decline(topology: Topology, text: str) -> None:
+    """Tell the ranks that wait, or will wait, that this one failed and does not come.
+
+    Args:
+        topology: The group.
+        text: Why.
+    """
+    if topology.world_size > 1:
+        _attempts[topology.global_ranks] += 1
+        told = {"attempt": _attempts[topology.global_ranks], "rank": topology.rank, "text": text}
+        with suppress(RuntimeError):  # nobody can be told where the store is gone
+            _base(topology).set("declined", json.dumps(told))
+
+
+def _base(topology: Topology) -> Any:
+    default_store: Any = dist.distributed_c10d._get_default_store()
+    members = "-".join(map(str, topology.global_ranks))
+    if topology.world_size == dist.get_world_size():
+        members = "world"
+    return dist.PrefixStore(f"syncstate/{members}", default_store.clone())
+
+
+def _check_declined(store: Any, topology: Topology) -> None:
+    """Raise if a rank has declined this attempt; what it said in an earlier one no longer counts."""
+    told = store.compare_set("declined", _NO_TOKEN, _NO_TOKEN).decode()
+    if told != _NO_TOKEN:
+        declined = json.loads(told)
+        if declined["attempt"] == _attempts[topology.global_ranks] and declined["rank"] != topology.rank:
+            raise PeerError(f"start: rank {declined['rank']} failed before it had started: {declined['text']}")
 
 
 def meet(topology: Topology, timeout: float) -> Meeting:
@@ -35,14 +69,11 @@ def meet(topology: Topology, timeout: float) -> Meeting:
         SyncTimeout: Ranks are missing; names them.
         PeerError: The store no longer answers.
     """
-    default_store: Any = dist.distributed_c10d._get_default_store()
-    members = "-".join(map(str, topology.global_ranks))
-    if topology.world_size == dist.get_world_size():
-        members = "world"
+    _attempts[topology.global_ranks] += 1
     try:
-        base = dist.PrefixStore(f"syncstate/{members}", default_store.clone())
+        base = _base(topology)
         place, missing = _gather(base, topology, timeout) if topology.rank == HOST else _join(base, topology, timeout)
-    except SyncTimeout:
+    except SyncStateError:
         raise
     except RuntimeError as error:
         raise store_lost("start", topology.rank, error) from error
@@ -84,6 +115,7 @@ def _gather(store: Any, topology: Topology, timeout: float) -> tuple[str, list[i
                     store.set(f"go/{token}", place)
                     answered[rank] = token
         if absent:
+            _check_declined(store, topology)
             time.sleep(_POLL_SECONDS)
     store.set(f"{place}/missing", json.dumps(sorted(absent)))
     return place, sorted(absent)
@@ -94,6 +126,7 @@ def _wait(store: Any, key: str, topology: Topology, timeout: float) -> bytes:
     # The first rank gives up after the same time and says who is missing; wait a little longer, to hear it.
     patience = Patience(timeout + 2.0)
     while not store.check([key]):
+        _check_declined(store, topology)
         if not patience.pause():
             raise SyncTimeout(
                 f"start: rank {topology.rank} waited {timeout:g} s for rank {HOST} of the group, which did not arrive; "
