@@ -91,7 +91,7 @@ class SyncEngine:
         self._run: Run | None = None
         self._agenda = Agenda(())
         self._restored: Restored | None = None
-        self._started = False
+        self._started = self._tried = False
         self._is_main = True
         # What the fast path of `step` compares with; no thread has the number 0.
         self._seen_step, self._seen_epoch, self._next_step = -1, -1, -1.0
@@ -102,6 +102,7 @@ class SyncEngine:
 
         Raises `MismatchError` where plans differ, `SyncTimeout` where a rank does not come; it can be tried again.
         """
+        self._tried = True
         if self._run is None or self._run.ended is not None:
             self._run, self._started = Run(self.state, self._options), False
             self._agenda = Agenda(self._run.plan.entries)
@@ -237,7 +238,7 @@ class SyncEngine:
         Raises:
             SyncStateError: Another rank had failed before, so that its cause comes first; raised from `error`.
         """
-        if self._run is None:
+        if not self._tried:
             decline_start(self._options, error)
         run, step = self._leaving()
         if run is not None:

@@ -297,6 +297,20 @@ def fails_outside(scene: Scene) -> Any:
     return scene.train(scene.driver(), fail)
 
 
+def fails_before_the_start(scene: Scene) -> Any:
+    """One rank raises before it has started, while the others wait for it."""
+    with scene.driver().engine as engine:
+        if scene.here:
+            raise LookupError("no data")
+        engine.start()
+    return engine.state["x"]
+
+
+def cannot_open(scene: Scene) -> Any:
+    """One rank has a setting that is impossible there only."""
+    return scene.train(scene.driver(options={"events": 5 if scene.here else None}))
+
+
 def source_is_interrupted(scene: Scene) -> Any:
     def source(ctx: Context) -> int:
         if ctx.step == STEP:
@@ -385,6 +399,8 @@ FAULTS = {
         Fault(leaves_early, "PeerError", (None, "PeerError"), ("rank {who} ended at step 2",)),
         Fault(computes_too_long, "SyncTimeout", ("SyncTimeout",), ("rank {who}", "main process"), anyone=False),
         Fault(computes_long_with_its_own_timeout, None, (None,), anyone=False),
+        Fault(fails_before_the_start, "PeerError", ("LookupError",), ("rank {who}", "no data"), hosted=False),
+        Fault(cannot_open, "PeerError", ("ConfigError",), ("rank {who}", "ConfigError: events must be")),
         Fault(fails_outside, "PeerError", ("LookupError",), ("rank {who}", "LookupError: ", "no data")),
         Fault(
             source_is_interrupted,

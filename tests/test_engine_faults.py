@@ -362,6 +362,26 @@ def test_an_error_in_the_training_loop_of_one_rank_reaches_all_others(failing: i
         assert again == ("x", "y", "z")
 
 
+def sinks_that_fail(rank: int) -> list[Any]:
+    heard = []
+
+    def sink(event: Any) -> None:
+        heard.append(event["event"])
+        if len(heard) == 2 and rank == 1:
+            raise OSError("disk full")
+
+    state = SharedState({"x": lambda ctx: ctx.step})
+    with SyncEngine(state, every=EACH, timeout=PATIENCE, events=sink) as engine:
+        for step in range(3):
+            engine.step(step)
+    return [heard, state["x"]]
+
+
+def test_a_sink_that_fails_is_dropped_and_stops_no_rank() -> None:
+    everything = ["open", "sync", "sync", "sync", "close"]
+    assert returned(run_ranks(sinks_that_fail, 2)) == [[everything, 2], [["open", "sync"], 2]]
+
+
 def all_fail(rank: int) -> list[Any]:
     state = SharedState({"x": lambda ctx: ctx.step})
     try:

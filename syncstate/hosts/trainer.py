@@ -53,7 +53,8 @@ def trainer_of(owner: Any) -> "Trainer":
         ConfigError: There is none.
     """
     # `LightningModule.trainer` raises where there is no trainer, so ask for what it reads.
-    found = owner if hasattr(owner, "callbacks") else getattr(owner, "_trainer", None) or vars(owner).get("trainer")
+    found = owner if hasattr(owner, "callbacks") else getattr(owner, "_trainer", None)
+    found = found or getattr(owner, "__dict__", {}).get("trainer")
     if found is None:
         raise ConfigError(
             f"this {type(owner).__name__} has no trainer; call shared() inside trainer.fit, validate, test or predict"

@@ -34,7 +34,7 @@ _log = logging.getLogger("syncstate")
 def decline_start(options: Options, error: BaseException) -> None:
     """Tell ranks that wait for this one to start that it does not come."""
     with suppress(ConfigError):  # without a group nobody waits
-        decline(find_topology(options.group, options.main), f"{type(error).__name__}: {error}")
+        decline(find_topology(options.group), f"{type(error).__name__}: {error}")
 
 
 class Run:
@@ -58,7 +58,11 @@ class Run:
     """
 
     def __init__(self, state: SharedState, options: Options) -> None:
-        self.topology = find_topology(options.group, options.main)
+        try:
+            self.topology = find_topology(options.group, options.main)
+        except ConfigError as error:
+            decline_start(options, error)
+            raise
         self.thread = threading.get_ident()
         self.busy = self.synced = False
         self._look_at = 0.0
@@ -72,7 +76,7 @@ class Run:
             self.plan = Plan(state, options, {"main": main, "allow_pickle": state.allow_pickle})
             state._claim(True)
         except Exception as error:
-            decline(self.topology, f"{type(error).__name__}: {error}")
+            decline_start(options, error)
             raise
         try:
             self._connect(options)
