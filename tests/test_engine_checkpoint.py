@@ -263,7 +263,7 @@ def test_a_checkpoint_can_be_loaded_inside_the_with_block_and_until_the_first_sy
     with SyncEngine(rich_state()) as engine:
         trace(engine, points((-1, -1), 6))
         content = engine.state_dict()
-        with refuses("load_state_dict: the engine has started; load before start or the first step"):
+        with refuses("load_state_dict: the engine has started; load before the first sync"):
             engine.load_state_dict(content)
     with SyncEngine(rich_state()) as engine:
         engine.open()
