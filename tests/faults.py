@@ -25,6 +25,7 @@ __all__ = ["FAULTS", "Cell", "Fault", "Verdict", "cells", "play"]
 
 STEP = 2  # where the fault happens
 LAST = 5
+_PACE = 0.4  # seconds a step, where news has to travel while ranks that miss nothing go on
 SHORT = 1.5  # seconds, the timeout of the engines that must run into it
 HANG = 30.0  # seconds after which a rank counts as hanging; every fault is over in a few
 
@@ -183,6 +184,7 @@ def skips_a_step(scene: Scene) -> Any:
     with scene.driver(options={"timeout": SHORT * 4}).engine as engine:
         engine.start()
         for step in range(1, LAST + 1):
+            time.sleep(_PACE if step > STEP else 0.0)
             if not (scene.here and step == STEP):
                 engine.step(step)
     return engine.state["x"]
@@ -191,7 +193,7 @@ def skips_a_step(scene: Scene) -> Any:
 def syncs_out_of_order(scene: Scene) -> Any:
     """One rank asks for a sync that nobody else makes."""
     driver = scene.driver(options={"timeout": SHORT * 4})
-    return scene.train(driver, lambda: driver.engine.sync("x") if scene.here else None)
+    return scene.train(driver, lambda: driver.engine.sync("x") if scene.here else None, pace=_PACE)
 
 
 def comes_late(scene: Scene) -> Any:
@@ -268,7 +270,7 @@ def exits(scene: Scene) -> Any:
 
 def leaves_early(scene: Scene) -> Any:
     """One rank has less data and ends in good order."""
-    return scene.train(scene.driver(), last=STEP if scene.here else LAST, pace=0.5)
+    return scene.train(scene.driver(), last=STEP if scene.here else LAST, pace=_PACE)
 
 
 def computes_too_long(scene: Scene) -> Any:

@@ -211,6 +211,9 @@ class Run:
     def close(self, step: int) -> None:
         """Leave in good order: hear that all ranks could apply what they received, sign off, and drop the group."""
         with _Part(self, "close", step):
+            note = self._channel.news(step)
+            if note is not None:
+                raise note.error()
             self._refresh.settle(step)
         self._channel.sign_off(step)
         self.ended = ConfigError("the engine is closed; call start(step, epoch) to begin again")
