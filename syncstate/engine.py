@@ -126,8 +126,9 @@ class SyncEngine:
         self.open()
         run = self._opened("start")
         if not self._started:
-            loaded, self._restored = self._restored, None
-            self._seen_step, self._seen_epoch = run.prepare(loaded) or (self._seen_step, self._seen_epoch)
+            seen = run.prepare(self._restored) or (self._seen_step, self._seen_epoch)
+            self._restored = None  # not before: a start that fails is tried again with the same checkpoint
+            self._seen_step, self._seen_epoch = seen
         epoch = max(self._seen_epoch, 0) if epoch is None else epoch
         due = self._agenda.due_at_start((self._seen_step, self._seen_epoch), step, epoch)
         result = self._refresh(run, "start", due, step, epoch)

@@ -586,3 +586,34 @@ def test_a_curriculum_that_draws_goes_on_with_the_same_draws_and_leaves_the_glob
     assert random.getstate() == before[0]
     np.testing.assert_equal(np.random.get_state(legacy=False), before[1])
     assert torch.equal(torch.get_rng_state(), before[2])
+
+
+class Unreadable:
+    """A source whose own state cannot be read the first time."""
+
+    tries = 0
+
+    def compute(self, ctx: Context) -> int:
+        return ctx.step
+
+    def state_dict(self) -> dict[str, int]:
+        return {"any": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.tries += 1
+        if self.tries == 1:
+            raise OSError("disk gone")
+
+
+def test_a_checkpoint_is_not_forgotten_by_a_start_that_failed() -> None:
+    with SyncEngine(SharedState({"x": Unreadable()}), every=Every(steps=50)) as engine:
+        engine.start()
+        engine.step(50)
+        content = engine.state_dict()
+    resumed = SyncEngine(SharedState({"x": Unreadable()}), every=Every(steps=50))
+    resumed.load_state_dict(content)
+    with pytest.raises(OSError, match="disk gone"):
+        resumed.start(60)
+    assert resumed.start(60) == ()
+    assert (resumed.state["x"], resumed.state.info("x").version) == (50, 2)
+    resumed.close()
