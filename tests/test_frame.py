@@ -22,7 +22,8 @@ from syncstate.loop.sources import Failure
 from syncstate.topology import Topology
 from syncstate.wire.channel import Channel
 from syncstate.wire.codec import pack, unpack
-from syncstate.wire.frame import HEADER_BYTES, Frame, Kind, Lengths, Stamp, align
+from syncstate.wire.frame import HEADER_BYTES, Frame, Kind, Lengths, Stamp
+from syncstate.wire.vocabulary import aligned
 
 FRAME = 1024
 CAPACITY = FRAME - HEADER_BYTES
@@ -62,7 +63,7 @@ LAYOUTS: dict[str, tuple[Any, Callable[[Lengths], bool]]] = {
         [torch.ones(2000), np.ones(5000, "i1")],
         lambda n: n.body == n.region == 8000 + 5000,
     ),
-    "tensors beside a large tree": (["x" * 2000, torch.ones(2000)], lambda n: n.body == align(n.tree) + n.region),
+    "tensors beside a large tree": (["x" * 2000, torch.ones(2000)], lambda n: n.body == aligned(n.tree) + n.region),
 }
 
 
@@ -81,7 +82,7 @@ def test_a_region_that_fits_lies_in_the_frame_behind_the_tree() -> None:
     assert frame.write(STAMP, Kind.VALUES, pack(value)) is None
     lengths = frame.lengths()
     assert (lengths.region, lengths.body) == (5000, 0)
-    assert torch.equal(frame.buffer[HEADER_BYTES + align(lengths.tree) :][:5000], tensor)
+    assert torch.equal(frame.buffer[HEADER_BYTES + aligned(lengths.tree) :][:5000], tensor)
     assert identical(read(frame, None), value)
 
 
@@ -170,7 +171,7 @@ def test_any_lengths_are_refused_or_stay_within_the_limit_and_the_bytes(numbers:
     assert found == numbers
     assert kind in (Kind.VALUES, Kind.ERROR)
     assert 0 <= nbytes <= LIMIT
-    assert nbytes in (0, region, (align(tree) if region else tree) + region)
+    assert nbytes in (0, region, (aligned(tree) if region else tree) + region)
     encoded, blobs = frame.payload(found, torch.zeros(nbytes, dtype=torch.uint8) if nbytes else None)
     assert len(encoded) == tree
     assert (0 if blobs is None else blobs.numel()) == region

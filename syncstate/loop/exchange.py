@@ -61,7 +61,7 @@ class Exchange:
             return self._send(batch, stamp, fields)
 
     def warm_up(self, wait: Wait) -> None:
-        """Send one frame that says nothing: connections are made, and every rank is past the handshake.
+        """Send one frame that says nothing: connections are made, and every rank has them.
 
         Raises:
             SyncStateError: The group does not work.

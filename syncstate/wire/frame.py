@@ -20,20 +20,15 @@ import torch
 
 from syncstate.errors import CodecError
 from syncstate.wire.codec import Parcel, write_blobs
+from syncstate.wire.vocabulary import aligned
 
-__all__ = ["HEADER_BYTES", "Frame", "Kind", "Lengths", "Stamp", "align"]
+__all__ = ["HEADER_BYTES", "Frame", "Kind", "Lengths", "Stamp"]
 
 _MAGIC = b"SyST"
 _VERSION = 1
 _PREFIX = struct.Struct("<4sHHqqq8s8s")
 _LENGTHS = struct.Struct("<qqqq")
 HEADER_BYTES = 128
-_ALIGN = 64
-
-
-def align(nbytes: int) -> int:
-    """The next multiple of 64, where a vector load is never split."""
-    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 class Kind(IntEnum):
@@ -100,7 +95,7 @@ class Frame:
             CodecError: The payload is larger than `max_bytes`.
         """
         tree, region = parcel.tree, parcel.blob_bytes
-        tree_end = align(len(tree)) if region else len(tree)
+        tree_end = aligned(len(tree)) if region else len(tree)
         # An error fits the frame, and must get through however little is allowed.
         if kind is Kind.VALUES and tree_end + region > self._max_bytes:
             raise CodecError(
@@ -161,7 +156,7 @@ class Frame:
             return self._lengths[1]
         lengths = Lengths._make(_LENGTHS.unpack(raw))
         kind, tree, region, body = lengths
-        inside = (align(tree) if region else tree) + region
+        inside = (aligned(tree) if region else tree) + region
         placed = (
             (body == 0 and inside <= self.capacity)
             or (region > 0 and body == region and tree <= self.capacity)
@@ -181,7 +176,7 @@ class Frame:
             encoded = self._raw[HEADER_BYTES : HEADER_BYTES + tree]
             if not region:
                 return encoded, None
-            start = HEADER_BYTES + align(tree)
+            start = HEADER_BYTES + aligned(tree)
             return encoded, self.buffer[start : start + region] if body is None else body
         encoded = body.numpy().data[:tree]
-        return encoded, body[align(tree) :] if region else None
+        return encoded, body[aligned(tree) :] if region else None
