@@ -1,54 +1,53 @@
-"""The private process group of an engine: every message of syncstate runs here, none on the groups of the host."""
+"""The private groups of an engine: every message of syncstate runs here, none on the groups of the host."""
 
+import atexit
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 
 from syncstate.topology import Topology
 from syncstate.wire.connecting import connect
+from syncstate.wire.lane import SLICE, Lane, Operation
 from syncstate.wire.meeting import Meeting, Patience
 from syncstate.wire.notes import Note, NoteBoard
 from syncstate.wire.sockets import Sockets
 from syncstate.wire.verdict import Wait, broken, late
 
-__all__ = ["Channel", "Wait"]
+__all__ = ["Channel", "Operation", "Wait"]
 
-_SLICE = timedelta(milliseconds=100)
-_SPARE_SECONDS = 30.0
+_ENDING_SECONDS = 0.3
+_BROKEN_SLICES = 2  # how often in a row a connection is seen broken before an operation is given up
 
 
 class Channel:
-    """A private gloo group on the CPU, with its corner of the store. A group of one has neither and sends nothing.
+    """Private gloo groups on the CPU, with their corner of the store. A group of one has neither and sends nothing.
 
-    The group is made here and not by `torch.distributed.new_group`: it is no entry of the global registry, so ranks
-    outside the engine's group take no part, the names of later groups do not depend on it, and nothing but this object
-    keeps it alive, which its teardown needs.
+    The groups are made here and not by `torch.distributed.new_group`: they are no entries of the global registry, so
+    ranks outside the engine's group take no part, the names of later groups do not depend on them, and nothing but this
+    object keeps them alive, which their teardown needs.
 
     Args:
         topology: The group.
         meeting: Where the ranks met; None for a group of one.
+        lanes: One group for each; within a lane all ranks post their operations in the same order.
 
     Attributes:
         collectives: How many collectives this rank has issued.
     """
 
-    def __init__(self, topology: Topology, meeting: Meeting | None) -> None:
+    def __init__(self, topology: Topology, meeting: Meeting | None, lanes: Sequence[str] = ("blocking",)) -> None:
         self.topology = topology
         self.collectives = 0
         self._acknowledged = 0
-        self._limits: dict[float, timedelta] = {}  # one for each timeout of the plan
-        self._group: Any = None
+        self._names = tuple(lanes)
+        self._lanes: dict[str, Lane] = {}
         self._meeting = meeting
         self._board = None if meeting is None else meeting.board
-        self._sockets: Sockets | None = None
-        self._work: Any = None  # the operation in flight; here and not in a frame, which a traceback would keep
 
     def connect(self, timeout: float) -> None:
-        """Make the group. Collective.
+        """Make the groups. Collective.
 
         Args:
             timeout: Seconds that it may take.
@@ -56,9 +55,13 @@ class Channel:
         Raises:
             SyncStateError: A rank failed, died or did not answer.
         """
-        if self._meeting is not None:
-            with Sockets(self.topology.world_size - 1) as self._sockets:
-                self._group = connect(self._meeting, self.topology, timeout)
+        if self._meeting is None:
+            return
+        _open.add(self)
+        for name in self._names:
+            with Sockets(self.topology.world_size - 1) as sockets:
+                group = connect(self._meeting, self.topology, timeout, name)
+            self._lanes[name] = Lane(group, sockets)
 
     @property
     def lost(self) -> str | None:
@@ -68,7 +71,7 @@ class Channel:
     def broadcast(
         self, buffer: torch.Tensor, wait: Wait, meanwhile: Callable[[], object] | None = None, root: int | None = None
     ) -> None:
-        """Send `buffer` from main to every rank, into buffers of the same size.
+        """Send `buffer` from main to every rank, into buffers of the same size, and wait until it is here.
 
         Args:
             buffer: A 1-D contiguous CPU tensor of uint8.
@@ -79,38 +82,96 @@ class Channel:
         Raises:
             SyncStateError: What the first rank that knew the cause wrote down.
         """
+        self.finish(self.begin_broadcast(buffer, wait, root=root), meanwhile)
+
+    def begin_broadcast(
+        self, buffer: torch.Tensor, wait: Wait, *, lane: str = "blocking", root: int | None = None
+    ) -> Operation:
+        """Post a broadcast; see `broadcast`. The buffer must stay as it is until `finish`."""
+        sender = self.topology.main if root is None else root
+        return self._begin(lane, wait, lambda way: way.broadcast(buffer, sender, wait))
+
+    def begin_gather(
+        self, buffer: torch.Tensor, outputs: list[torch.Tensor] | None, wait: Wait, *, lane: str = "blocking"
+    ) -> Operation:
+        """Post a gather to main of equally large buffers; `outputs` has one for each rank on main, None elsewhere."""
+        if not self._lanes and outputs is not None:
+            outputs[0].copy_(buffer)
+        return self._begin(lane, wait, lambda way: way.gather(buffer, outputs, self.topology.main, wait))
+
+    def begin_scatter(
+        self, buffer: torch.Tensor, inputs: list[torch.Tensor] | None, wait: Wait, *, lane: str = "blocking"
+    ) -> Operation:
+        """Post a scatter from main of equally large buffers; `inputs` has one for each rank on main, None elsewhere."""
+        if not self._lanes and inputs is not None:
+            buffer.copy_(inputs[0])
+        return self._begin(lane, wait, lambda way: way.scatter(buffer, inputs, self.topology.main, wait))
+
+    def begin_all_reduce(self, tensor: torch.Tensor, wait: Wait, *, lane: str = "blocking") -> Operation:
+        """Post a sum over all ranks, in place, of a contiguous tensor."""
+        return self._begin(lane, wait, lambda way: way.all_reduce(tensor, wait))
+
+    def begin_send(self, buffer: torch.Tensor, to: int, tag: int, wait: Wait, *, lane: str = "blocking") -> Operation:
+        """Post a message to one rank of the group; no collective."""
+        return self._begin(lane, wait, lambda way: way.send(buffer, to, tag, wait))
+
+    def begin_receive(
+        self, buffer: torch.Tensor, source: int, tag: int, wait: Wait, *, lane: str = "blocking"
+    ) -> Operation:
+        """Post the receipt of a message of exactly this size from one rank of the group; no collective."""
+        return self._begin(lane, wait, lambda way: way.receive(buffer, source, tag, wait))
+
+    def _begin(self, lane: str, wait: Wait, post: Callable[[Lane], Operation]) -> Operation:
         board = self._board
-        if self._group is None or board is None:
-            if meanwhile is not None:
-                meanwhile()
-            return
+        if board is None or not self._lanes:
+            return Operation(wait)
         self.collectives += 1
-        # The operation outlives our own deadline, because one that times out by itself closes the connection.
-        limit = self._limits.get(wait.timeout)
-        if limit is None:
-            limit = self._limits[wait.timeout] = timedelta(seconds=wait.timeout + _SPARE_SECONDS)
         try:
-            self._work = self._group.broadcast(buffer, self.topology.main if root is None else root, limit)
+            return post(self._lanes[lane])
         except RuntimeError as error:
             raise broken(wait, board, self.topology, error).error() from error
+
+    def finish(self, operation: Operation, meanwhile: Callable[[], object] | None = None) -> None:
+        """Wait for an operation.
+
+        Args:
+            operation: What was posted.
+            meanwhile: Work to do while the bytes are on the wire.
+
+        Raises:
+            SyncStateError: What the first rank that knew the cause wrote down.
+        """
         if meanwhile is not None:
             meanwhile()
-        while not self._arrived(wait, board):
+        lane, board, wait = operation.lane, self._board, operation.wait
+        if lane is None or board is None or operation.work is None:
+            return
+        strikes = 0
+        while not self._arrived(operation, wait, board):
             if board.alarmed():
                 raise board.hear(wait.step).error()
             if time.monotonic() - wait.begun >= wait.timeout:
                 raise late(wait, board, self.topology).error()
-        self._work = None
+            # The backend never ends an operation that has half a message of a rank that died.
+            strikes = strikes + 1 if lane.sockets.broken() else 0
+            if strikes >= _BROKEN_SLICES and not self._left_after(wait.step, board):
+                raise broken(wait, board, self.topology, RuntimeError("connection closed")).error()
+        lane.forget(operation)
 
-    def _arrived(self, wait: Wait, board: NoteBoard) -> bool:
+    @staticmethod
+    def _left_after(step: int, board: NoteBoard) -> bool:
+        """Whether a rank has left in good order that has had all it needs: then a closed connection proves nothing."""
+        return any(last >= step for last in board.leavers().values())
+
+    def _arrived(self, operation: Operation, wait: Wait, board: NoteBoard) -> bool:
         """Wait for the operation for a slice of time: the backend's own wait hides signals and the notes of others."""
         try:
-            self._work.wait(_SLICE)
+            operation.work.wait(SLICE)
         except RuntimeError as error:
             # A slice that is over leaves the operation running; anything else has ended it.
-            if not self._work.is_completed():
+            if not operation.work.is_completed():
                 return False
-            if not self._work.is_success():
+            if not operation.work.is_success():
                 raise broken(wait, board, self.topology, error).error() from error
         return True
 
@@ -132,18 +193,21 @@ class Channel:
         Raises:
             SyncStateError: A rank failed or did not answer.
         """
-        board, sockets, patience = self._board, self._sockets, Patience(wait.timeout)
-        if board is None or sockets is None:
+        board, patience = self._board, Patience(wait.timeout)
+        if board is None or not self._lanes:
             return
         wanted = self._acknowledged * self.topology.world_size
         while board.acknowledge(0) < wanted:
             if board.alarmed():
                 raise board.hear(wait.step).error()
             # A rank that left in good order has acknowledged before, so the count is looked at once more.
-            if board.lost is not None or (sockets.broken() and board.acknowledge(0) < wanted):
+            if board.lost is not None or (self._broken() and board.acknowledge(0) < wanted):
                 raise broken(wait, board, self.topology, RuntimeError(board.lost or "connection closed")).error()
             if not patience.pause():
                 raise late(wait, board, self.topology).error()
+
+    def _broken(self) -> bool:
+        return any(lane.sockets.broken() for lane in self._lanes.values())
 
     def news(self, step: int) -> Note | None:
         """The note of a failure, if a rank has left one. One short question to the store.
@@ -163,22 +227,45 @@ class Channel:
         if self._board is not None:
             self._board.sign_off(step)
 
+    @property
+    def busy(self) -> bool:
+        """Whether any operation is on its way."""
+        return any(lane.busy for lane in self._lanes.values())
+
     def teardown(self, *, abrupt: bool) -> None:
-        """Drop the group.
+        """Drop the groups. A teardown that was interrupted can be called again.
 
         Args:
-            abrupt: An operation may be in flight, and frames of a traceback may hold it. Dropping the group would block
-                until the operation times out; without its connections it ends now, and the neighbours hear of it.
+            abrupt: Operations may be in flight. They are ended, and the neighbours hear of it.
         """
-        if abrupt and self._work is not None:
-            # Shutting the connections ends an operation that waits for its neighbours, not one that has yet to begin.
-            with suppress(RuntimeError):
-                self._work.wait(_SLICE)
-        if self._sockets is not None:
-            if abrupt:
-                self._sockets.shut()
-            self._sockets.forget()
-        self._group = self._work = None
+        if abrupt:
+            # Shutting connections ends an operation that waits for its neighbours, not one that has yet to begin.
+            self._calm(SLICE.total_seconds())
+            for lane in self._lanes.values():
+                lane.sockets.shut()
+            self._calm(_ENDING_SECONDS)
+        while self._lanes:  # what is interrupted in the middle is found here again
+            name = next(iter(self._lanes))
+            self._lanes[name].end()
+            del self._lanes[name]
+        _open.discard(self)
         if self._meeting is not None:
             self._meeting.depart()
             self._meeting = None
+
+    def _calm(self, seconds: float) -> None:
+        """Wait until nothing is on its way, but not long."""
+        end = time.monotonic() + seconds
+        while self.busy and time.monotonic() < end:
+            time.sleep(0.005)
+
+
+_open: "weakref.WeakSet[Channel]" = weakref.WeakSet()
+
+
+@atexit.register
+def _end_what_is_open() -> None:
+    """A process that ends without closing its engine must not wait for operations that nobody will finish."""
+    for channel in list(_open):
+        if channel.busy:
+            channel.teardown(abrupt=True)

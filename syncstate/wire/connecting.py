@@ -17,7 +17,7 @@ _SLICE_SECONDS = 0.1
 _LONGEST_SECONDS = 60.0
 
 
-def connect(meeting: Meeting, topology: Topology, timeout: float) -> Any:
+def connect(meeting: Meeting, topology: Topology, timeout: float, lane: str) -> Any:
     """Connect the ranks of a meeting to each other; returns the process group.
 
     The backend waits for each rank in turn, and a rank that dies meanwhile is waited for many times over. So the group
@@ -28,6 +28,7 @@ def connect(meeting: Meeting, topology: Topology, timeout: float) -> Any:
         meeting: Where the ranks met.
         topology: The group.
         timeout: Seconds that it may take.
+        lane: What the group is called; each of a meeting's groups has another name.
 
     Raises:
         SyncStateError: A rank failed, died or did not answer.
@@ -37,7 +38,8 @@ def connect(meeting: Meeting, topology: Topology, timeout: float) -> Any:
 
     def make() -> None:
         try:
-            store = dist.PrefixStore("gloo", meeting.store.clone())  # a client of its own: the backend's waits lock it
+            # A client of its own: the backend's waits lock it.
+            store = dist.PrefixStore(f"gloo/{lane}", meeting.store.clone())
             limit = timedelta(seconds=wait.timeout)
             made["group"] = dist.ProcessGroupGloo(store, topology.rank, topology.world_size, limit)
         except Exception as error:
