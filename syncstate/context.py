@@ -1,5 +1,6 @@
 """What a source is told: the step, the place among the ranks, and random numbers of its own."""
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ def generator(seed: int, name: str, version: int) -> np.random.Generator:
 
 
 _new = object.__new__
+_UNCHANGEABLE = {type(None), bool, int, float, complex, str, bytes}
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Context:
         is_main: Whether this process is the main process; always true where a source computes.
         rng: A `numpy.random.Generator` of this value and version: the same on resume, no global state touched.
         collected: What the ranks collected, in rank order or reduced; None without `collect`.
-        previous: The last computed value, None before the first.
+        previous: The last computed value, None before the first; a copy, so that changing it changes nothing else.
         model: The unwrapped model of the host, None in a plain loop.
         host: The Trainer or the Accelerator, None in a plain loop.
     """
@@ -56,7 +58,7 @@ class Context:
     is_main: bool = True
     rng: np.random.Generator = field(default_factory=lambda: generator(0, "", 0))
     collected: Any = None
-    previous: Any = None
+    previous: Any = field(default_factory=lambda: None)  # no attribute of the class, so that `of` can leave it out
     model: Any = None
     host: Any = None
 
@@ -73,13 +75,19 @@ class Context:
         context = _new(cls)
         fields = context.__dict__
         fields.update(shared)
-        fields["previous"] = previous
+        if type(previous) in _UNCHANGEABLE:
+            fields["previous"] = previous
+        else:
+            fields["_previous"] = previous
         fields["_draw"] = (seed, name, version)
         return context
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for what is not set yet: `rng` in a context made by `of`.
+        # Reached only for what is not set yet: in a context made by `of`, what costs time to make.
         if name == "rng" and "_draw" in self.__dict__:
             rng = self.__dict__["rng"] = generator(*self.__dict__["_draw"])
             return rng
+        if name == "previous" and "_previous" in self.__dict__:
+            previous = self.__dict__["previous"] = copy.deepcopy(self.__dict__["_previous"])
+            return previous
         raise AttributeError(name)

@@ -2,16 +2,18 @@
 
 import importlib
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Final, Protocol, TypeVar, runtime_checkable
+from typing import Any, Final, Literal, Protocol, TypeVar, runtime_checkable
+
+import torch
 
 from syncstate.context import Context
 from syncstate.errors import CodecError, ConfigError
 from syncstate.schedule import At, Every, Once, Schedule
 from syncstate.spec import TensorSpec, parse_spec
+from syncstate.transport import Transport, check_transport
 from syncstate.wire.codec import pack
 
 __all__ = [
@@ -22,8 +24,6 @@ __all__ = [
     "check_initial",
     "check_schedule",
     "define",
-    "refuse",
-    "seconds",
 ]
 
 
@@ -52,9 +52,10 @@ MISSING: Final = Missing()
 class Source(Protocol[T_co]):
     """The shape of a source that is an object.
 
-    Optional are `apply`, `derive`, `state_dict` and `load_state_dict`. `apply(value, ctx)` runs on every rank when the
-    value comes into force. `derive(value, ctx)` returns what this rank holds, made from what main sent (a seed of its
-    own, say); it must be a pure function of its arguments.
+    Optional are `collect`, `apply`, `derive`, `state_dict` and `load_state_dict`. `collect(ctx)` runs on every rank
+    before the computation, or is the word `"observed"`. `apply(value, ctx)` runs on every rank when the value comes
+    into force. `derive(value, ctx)` returns what this rank holds, made from what main sent (a seed of its own, say); it
+    must be a pure function of its arguments.
     """
 
     def compute(self, ctx: Context) -> T_co:
@@ -63,23 +64,31 @@ class Source(Protocol[T_co]):
 
 @dataclass
 class Definition:
-    """One shared value as its user declared it. The fields are the arguments of `SharedState.add`."""
+    """One shared value as its user declared it, in the words of `SharedState.add`."""
 
     name: str
     source: Any
     every: Schedule | None
+    collect: Callable[[Context], Any] | Literal["observed"] | None
+    reduce: str
+    scattered: bool
     apply: Callable[[Any, Context], object] | None
     derive: Callable[[Any, Context], Any] | None
     spec: TensorSpec | type | None
+    device: torch.device | None
     initial: Any
-    timeout: float | None
-    checkpoint: bool
+    transport: Transport
+    checkpoint: bool | None
     compute: Callable[[Context], Any]
 
     @property
     def stateful(self) -> bool:
         """Whether the source has a state of its own, which lives on the main process."""
         return hasattr(self.source, "state_dict") and hasattr(self.source, "load_state_dict")
+
+    def kept(self, scope: str) -> bool:
+        """Whether the value goes into checkpoints, where `scope` holds unless it has one of its own."""
+        return self.checkpoint if self.checkpoint is not None else (self.transport.scope or scope) != "node"
 
     def __getstate__(self) -> dict[str, Any]:
         # A decorated function is found under its name as a handle, not as itself, which pickle refuses.
@@ -124,8 +133,6 @@ def check_schedule(owner: str, every: Any, *, optional: bool = True) -> Schedule
         return None
     if not isinstance(every, (Every, At, Once)):
         raise ConfigError(f"{owner}: every must be Every(...), At([...]) or Once(), got {every!r}")
-    if every.unit in ("seconds", "overhead"):
-        raise ConfigError(f"{owner}: {every} is not available yet; give Every(steps=...) or Every(epochs=...)")
     return every
 
 
@@ -138,21 +145,7 @@ def check_initial(name: str, initial: Any, *, allow_pickle: bool) -> Any:
     return initial
 
 
-def seconds(owner: str, timeout: Any) -> float:
-    """A timeout in seconds, from a number or a `timedelta`; `owner` is named in the error."""
-    number = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number) or number <= 0:
-        raise ConfigError(
-            f"{owner}: timeout must be a finite number of seconds above 0 or a timedelta, got {timeout!r}"
-        )
-    return float(number)
-
-
-def refuse(owner: str, **options: tuple[Any, Any]) -> None:
-    """Refuse an option that is part of the interface and not built yet, instead of ignoring it."""
-    for key, (given, only) in options.items():
-        if given is not None and given != only:
-            raise ConfigError(f"{owner}: {key}={given!r} is not available yet; leave it out or give {only!r}")
+_REDUCTIONS = ("list", "mean", "sum", "min", "max", "any", "all")
 
 
 def define(
@@ -171,48 +164,83 @@ def define(
     lag: int | None,
     scope: str | None,
     timeout: float | timedelta | None,
-    checkpoint: bool,
+    checkpoint: bool | None,
 ) -> Definition:
     """Check one declaration.
 
     Raises:
-        ConfigError: A setting that is unknown, impossible or not available yet.
+        ConfigError: A setting that is unknown or impossible.
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(f"a shared value needs a non-empty name, got {name!r}")
     owner = f"value {name!r}"
-    refuse(
-        owner,
-        collect=(collect if collect is not None else getattr(source, "collect", None), None),
-        reduce=(reduce, "list"),
-        deliver=(deliver, "broadcast"),
-        device=(device, None),
-        async_op=(async_op, False),
-        lag=(lag, 0),
-        scope=(scope, "world"),
-    )
     compute = getattr(source, "compute", None)
     if compute is None:
         compute = source
     if not callable(compute) or inspect.isclass(source):
         raise ConfigError(f"{owner}: the source must be a callable or an object with compute(ctx), got {source!r}")
-    own = getattr(source, "apply", None)
-    if apply is not None and own is not None:
-        raise ConfigError(f"{owner}: the source has an apply(value, ctx) of its own; leave out apply= or the source's")
-    apply = apply if apply is not None else own
-    if apply is not None and not callable(apply):
-        raise ConfigError(f"{owner}: apply must be a callable apply(value, ctx), got {apply!r}")
-    if not isinstance(checkpoint, bool):
+    if deliver not in ("broadcast", "scatter"):
+        raise ConfigError(f"{owner}: deliver must be 'broadcast' or 'scatter', got {deliver!r}")
+    if checkpoint is not None and not isinstance(checkpoint, bool):
         raise ConfigError(f"{owner}: checkpoint must be true or false, got {checkpoint!r}")
-    return Definition(
+    definition = Definition(
         name=name,
         source=source,
         every=check_schedule(owner, every),
-        apply=apply,
+        collect=_one_of(owner, "collect", "collect(ctx)", collect, source),
+        reduce=_reduction(owner, reduce),
+        scattered=deliver == "scatter",
+        apply=_one_of(owner, "apply", "an apply(value, ctx)", apply, source),
         derive=getattr(source, "derive", None),
         spec=parse_spec(owner, spec),
+        device=_device(owner, device),
         initial=getattr(source, "initial", MISSING) if initial is MISSING else initial,
-        timeout=None if timeout is None else seconds(owner, timeout),
+        transport=check_transport(owner, async_op, lag, scope, timeout),
         checkpoint=checkpoint,
         compute=compute,
     )
+    _check_asynchronous(owner, definition)
+    return definition
+
+
+def _one_of(owner: str, key: str, form: str, given: Any, source: Any) -> Any:
+    """What was given for a key, else the source's own."""
+    own = getattr(source, key, None)
+    if given is not None and own is not None:
+        raise ConfigError(f"{owner}: the source has {form} of its own; leave out {key}= or the source's")
+    chosen = given if given is not None else own
+    observed = key == "collect" and chosen == "observed"
+    if chosen is not None and not callable(chosen) and not observed:
+        also = " or the word 'observed'" if key == "collect" else ""
+        raise ConfigError(f"{owner}: {key} must be a callable {form.removeprefix('an ')}{also}, got {chosen!r}")
+    return chosen
+
+
+def _reduction(owner: str, reduce: Any) -> str:
+    if reduce not in _REDUCTIONS:
+        raise ConfigError(f"{owner}: reduce must be one of {', '.join(_REDUCTIONS)}, got {reduce!r}")
+    return str(reduce)
+
+
+def _device(owner: str, device: Any) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"{owner}: device must be a device such as 'cuda' or 'cpu', got {device!r}") from error
+
+
+def _check_asynchronous(owner: str, definition: Definition) -> None:
+    """Refuse what a value says of itself and cannot be; what it takes from the engine gives way instead."""
+    transport, every = definition.transport, definition.every
+    if not transport.async_op:
+        return
+    if every is not None and every.unit in ("epochs", "once"):
+        raise ConfigError(
+            f"{owner}: async_op=True with {every}: an epoch's value would reach the samplers late, and a value that is "
+            "computed once is waited for; give async_op=False"
+        )
+    if definition.collect is not None and transport.lag is not None and transport.lag < 2:
+        raise ConfigError(
+            f"{owner}: lag must be at least 2 for an asynchronous value that collects, got {transport.lag}: what the "
+            "ranks send is computed with one step later"
+        )

@@ -2,17 +2,18 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from os import PathLike
 from typing import Any
 
 from syncstate.errors import ConfigError, PeerError, SyncStateError
+from syncstate.loop.agenda import Agenda
 from syncstate.loop.checkpoint import Restored, parse, snapshot
+from syncstate.loop.flight import Flight
 from syncstate.loop.options import Options
-from syncstate.loop.plan import Agenda, Entry
+from syncstate.loop.refresh import Result
 from syncstate.loop.run import LOOK_SECONDS, Run, decline_start
-from syncstate.loop.sources import Failure
 from syncstate.loop.stats import Stats
 from syncstate.schedule import Every, Schedule, whole
 from syncstate.state import SharedState
@@ -90,6 +91,7 @@ class SyncEngine:
         self.model: Any = None
         self._run: Run | None = None
         self._agenda = Agenda(())
+        self._flights: list[Flight] = []
         self._restored: Restored | None = None
         self._started = self._tried = False
         self._is_main = True
@@ -104,7 +106,7 @@ class SyncEngine:
         """
         self._tried = True
         if self._run is None or self._run.ended is not None:
-            self._run, self._started = Run(self.state, self._options), False
+            self._run, self._started = Run(self.state, self._options, self._flights, self.stats), False
             self._agenda = Agenda(self._run.plan.entries)
             self._is_main = self._run.topology.is_main
 
@@ -131,12 +133,13 @@ class SyncEngine:
             self._seen_step, self._seen_epoch = seen
         epoch = max(self._seen_epoch, 0) if epoch is None else epoch
         due = self._agenda.due_at_start((self._seen_step, self._seen_epoch), step, epoch)
-        result = self._refresh(run, "start", due, step, epoch)
-        if not isinstance(result, Failure) or result.kept(self._options.on_error):
+        self._thread = 0
+        result = run.step("start", due, self._place(step, epoch))
+        if result.failure is None or result.failure.kept(self._options.on_error):
             self._started = True
-            self._see(run, step, epoch)
             for entry in due:
                 entry.again = False
+            self._see(run, step, epoch)
         return self._conclude(result)
 
     def step(self, step: int, epoch: int | None = None) -> tuple[str, ...]:
@@ -175,7 +178,8 @@ class SyncEngine:
                 "steps and epochs never go back, call start(step, epoch) to begin again"
             )
         run, due = self._opened("step"), self._agenda.due(step, now)
-        result = self._refresh(run, "step", due, step, now)
+        self._thread = 0  # until the call is over, so that one from inside a source takes the slow path and is refused
+        result = run.step("step", due, self._place(step, now))
         self._see(run, step, now)
         return self._conclude(result)
 
@@ -196,8 +200,9 @@ class SyncEngine:
         if not self._started and run.ended is None:
             raise ConfigError("sync: the engine has not started; call start(step, epoch) first")
         due = run.plan.named(names or known)
-        result = self._refresh(run, "sync", due, self._seen_step, self._seen_epoch)
-        self._thread = run.thread
+        self._thread = 0
+        result = run.sync("sync", due, self._place(self._seen_step, self._seen_epoch))
+        self._see(run, self._seen_step, self._seen_epoch)
         return self._conclude(result)
 
     def _opened(self, call: str) -> Run:
@@ -205,27 +210,30 @@ class SyncEngine:
             raise ConfigError(f"{call}: the engine has not started; call start(step, epoch) first")
         return self._run
 
-    def _refresh(self, run: Run, call: str, due: Sequence[Entry], step: int, epoch: int) -> tuple[str, ...] | Failure:
-        self._thread = 0  # until the call is over, so that one from inside a source takes the slow path and is refused
-        place = {"step": step, "epoch": epoch, "model": self.model, "host": self.host}
-        return run.sync(call, due, place, self.stats)
+    def _place(self, step: int, epoch: int) -> dict[str, Any]:
+        return {"step": step, "epoch": epoch, "model": self.model, "host": self.host}
 
     def _see(self, run: Run, step: int, epoch: int) -> None:
         self._agenda.see(step, epoch)
         self._seen_step, self._seen_epoch = step, epoch
-        self._next_step = self._agenda.next_step
+        self._next_step = min(self._agenda.next_step, run.next_step(step))
         self._thread, self._look_at = run.thread, time.monotonic() + LOOK_SECONDS
 
-    def _conclude(self, result: tuple[str, ...] | Failure) -> tuple[str, ...]:
+    def _conclude(self, result: Result) -> tuple[str, ...]:
         """Say which values came into force, or raise the failure that all ranks see."""
-        return result.conclude(self._options.on_error) if isinstance(result, Failure) else result
+        if result.failure is not None:
+            result.failure.conclude(self._options.on_error)
+        return result.names
 
     def inspect(self) -> str:
         """A table of who holds what, a line for each value, equal ranks together. Collective; for debugging."""
         return self._opened("inspect").inspect(self._seen_step)
 
     def drain(self) -> None:
-        """Wait for everything that is in flight. Blocking syncs leave nothing in flight, so there is nothing to do."""
+        """Wait until everything that is in flight has arrived; nothing comes into force early. Every rank calls it."""
+        run = self._run
+        if run is not None and run.ended is None:
+            run.drain(self._seen_step)
 
     def abort(self, reason: str) -> None:
         """End the engine on all ranks: the others raise `PeerError` with the reason at their next call."""
@@ -249,14 +257,21 @@ class SyncEngine:
                 raise cause from error
 
     def close(self) -> None:
-        """Leave in good order. Does nothing the second time, or after the engine has ended."""
+        """Leave in good order: what is in flight arrives, and comes into force if the engine is started again.
+
+        Does nothing the second time, or after the engine has ended.
+
+        Raises:
+            ComputeError, MismatchError: Main could not compute a value that was in flight.
+        """
         run, step = self._leaving("close")
-        if run is not None:
-            run.close(step)
+        failure = None if run is None else run.close(step)
+        if failure is not None:
+            failure.conclude(self._options.on_error)
 
     def _leaving(self, call: str | None = None) -> tuple[Run | None, int]:
         """The run, if it has not ended; a call from inside a source or another thread is refused."""
-        run = self._run if self._run is not None and self._run.ended is None else None
+        run = self._run if self._run is not None and self._run.ended is None and self._run.mine else None
         if run is not None and call is not None:
             run.admit(call)
         self._started, self._thread = False, 0
@@ -267,7 +282,6 @@ class SyncEngine:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
-            self.drain()
             self.close()
         else:
             self.leave(error)
@@ -275,7 +289,7 @@ class SyncEngine:
     def __getstate__(self) -> dict[str, Any]:
         if self._run is not None and self._run.ended is None:
             raise ConfigError("an engine cannot be pickled while it runs; close it first")
-        return self.__dict__ | {"_run": None, "_agenda": Agenda(())}
+        return self.__dict__ | {"_run": None, "_agenda": Agenda(()), "_flights": []}
 
     @property
     def seen(self) -> tuple[int, int]:
@@ -283,10 +297,16 @@ class SyncEngine:
         return self._restored.seen if self._restored is not None else (self._seen_step, self._seen_epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The values in force, what was seen, and the sources' own states. Local: never communicates."""
+        """The values in force and those in flight, what was seen, and the sources' own states. Never communicates.
+
+        Waits until what this rank has posted has arrived; main also computes with what the ranks have collected.
+        """
         if self._restored is not None:
             return dict(self._restored.content)
-        return snapshot(self.state, (self._seen_step, self._seen_epoch), is_main=self._is_main)
+        if self._run is not None and self._run.ended is None and self._flights:
+            self._run.bring_home(self._seen_step)
+        seen = (self._seen_step, self._seen_epoch)
+        return snapshot(self.state, seen, self._flights, scope=self._options.scope, is_main=self._is_main)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` returned in an earlier run; it comes into force in `start`. Never communicates.

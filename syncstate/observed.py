@@ -42,3 +42,22 @@ class Ring:
     def numbers(self) -> torch.Tensor:
         """All that is kept: 1-D, on the CPU."""
         return torch.cat([part.cpu() for part in self._parts])[-self._capacity :] if self._parts else torch.empty(0)
+
+    def take(self) -> torch.Tensor:
+        """All that is kept, which is then kept no longer."""
+        taken = self.numbers()
+        self._parts.clear()
+        self._held = 0
+        return taken
+
+    def give_back(self, taken: torch.Tensor) -> None:
+        """Put numbers back before those that came later: nobody has received them."""
+        later = list(self._parts)
+        self._parts.clear()
+        self._held = 0
+        for part in (taken, *later):
+            if part.numel():
+                self._parts.append(part)
+                self._held += part.numel()
+        while self._parts and self._held - self._parts[0].numel() >= self._capacity:
+            self._held -= self._parts.popleft().numel()

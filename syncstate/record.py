@@ -30,14 +30,18 @@ class Record:
         version: How often it was refreshed.
         steps: (computed at, applied at).
         sent: The value as main sent it; what this rank holds may be derived from it.
+        announced: Where only main can follow the schedule: the next point, and the steps before it.
+        ahead: On the main process, the values computed later that are not in force yet, oldest first.
     """
 
-    __slots__ = ("nbytes", "sent", "steps", "version")
+    __slots__ = ("ahead", "announced", "nbytes", "sent", "steps", "version")
 
     def __init__(self) -> None:
         self.version = 0
         self.steps: tuple[int | None, int | None] = (None, None)
         self.sent: Any = None
+        self.ahead: list[Any] = []
+        self.announced: tuple[int, int] | None = None
         self.nbytes: tuple[int, int] = (0, 0)  # (version, size): measured when somebody asks, not in every sync
 
     def put(self, sent: Any, steps: tuple[int | None, int | None], version: int) -> None:

@@ -84,6 +84,11 @@ class Every:
         return "seconds" if self.seconds is not None else "overhead"
 
     @property
+    def announced(self) -> bool:
+        """Whether only the main process knows when it is due, and tells the others."""
+        return self.unit in ("seconds", "overhead")
+
+    @property
     def _period(self) -> int:
         period = self.steps if self.steps is not None else self.epochs
         if period is None:

@@ -110,7 +110,7 @@ class SharedState(Mapping[str, Any]):
         lag: int | None = ...,
         scope: str | None = ...,
         timeout: float | timedelta | None = ...,
-        checkpoint: bool = ...,
+        checkpoint: bool | None = ...,
     ) -> Shared[T]: ...
 
     @overload
@@ -131,7 +131,7 @@ class SharedState(Mapping[str, Any]):
         lag: int | None = ...,
         scope: str | None = ...,
         timeout: float | timedelta | None = ...,
-        checkpoint: bool = ...,
+        checkpoint: bool | None = ...,
     ) -> Shared[T]: ...
 
     def add(
@@ -151,7 +151,7 @@ class SharedState(Mapping[str, Any]):
         lag: int | None = None,
         scope: str | None = None,
         timeout: float | timedelta | None = None,
-        checkpoint: bool = True,
+        checkpoint: bool | None = None,
     ) -> Shared[Any]:
         """Declare a shared value. Every rank declares the same ones; the order does not matter.
 
@@ -159,18 +159,23 @@ class SharedState(Mapping[str, Any]):
             name: Its name, new in this state.
             source: A callable `source(ctx) -> value`, or an object with `compute(ctx)`. Runs on the main process only.
             every: When it is refreshed; None takes the engine's.
-            collect: Not available yet.
-            reduce: Not available yet.
-            deliver: `"broadcast"`; `"scatter"` is not available yet.
+            collect: `collect(ctx)`, run on every rank before the computation, which finds the results in
+                `ctx.collected`; or `"observed"`: what each rank has observed under this name since the last sync, as a
+                1-D float tensor.
+            reduce: What `ctx.collected` is: `"list"`, all results in rank order, or `"mean"`, `"sum"`, `"min"`,
+                `"max"`, `"any"`, `"all"` over the ranks, each counting once. None is no result, also over nothing.
+            deliver: `"broadcast"`, or `"scatter"`: the source returns a sequence with an item for each rank.
             apply: `apply(value, ctx)`, run on every rank when a value comes into force.
-            spec: A `TensorSpec` or a type that every value must have; another value is an error on all ranks.
-            device: Not available yet.
+            spec: A `TensorSpec` or a type that every value (or item) must have; another one is an error on all ranks.
+            device: Where tensors are put when a value comes into force; None leaves them on the CPU.
             initial: The value before the first sync, the same on all ranks.
-            async_op: False or None; asynchronous syncs are not available yet.
-            lag: 0 or None; not available yet.
-            scope: `"world"` or None; `"node"` is not available yet.
+            async_op: Let training go on while the value travels; None takes the engine's.
+            lag: Steps from the step at which it is computed to the step at which it comes into force, on every rank.
+                None takes the engine's. The first value is in force at once.
+            scope: `"world"`, or `"node"`: computed and shared on each node by itself. None takes the engine's.
             timeout: Seconds (or a `timedelta`) that a sync of this value may take; None takes the engine's.
-            checkpoint: False: recomputed at the start of a resumed run instead of restored.
+            checkpoint: False: recomputed at the start of a resumed run instead of restored. None is true, except with
+                `scope="node"`.
 
         Returns:
             A handle with `.value` and `.info`, callable like the source.
@@ -279,6 +284,15 @@ class SharedState(Mapping[str, Any]):
         if record is None:
             raise self._absent(name)
         return record
+
+    def _take_observed(self, name: str) -> torch.Tensor:
+        """What was observed since the last time, for the engine."""
+        ring = self._observed.get(name)
+        return torch.empty(0) if ring is None else ring.take()
+
+    def _return_observed(self, name: str, numbers: torch.Tensor) -> None:
+        """Nobody has received them: keep them for the next sync."""
+        self._observed.setdefault(name, Ring(self._capacity)).give_back(numbers)
 
     def _claim(self, taken: bool) -> None:
         """An engine takes the state, or gives it back; nothing is added while one has it."""

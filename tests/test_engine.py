@@ -441,10 +441,14 @@ def test_events_go_to_a_file_as_json_lines(tmp_path: Path) -> None:
         ({"config": [1]}, "engine: config must be a mapping, got [1]"),
         ({"every": 100}, "engine: every must be Every(...), At([...]) or Once(), got 100"),
         ({"state": {}}, "engine: state must be a SharedState, got {}"),
-        ({"async_op": True}, "engine: async_op=True is not available yet; leave it out or give False"),
-        ({"lag": 1}, "engine: lag=1 is not available yet; leave it out or give 0"),
-        ({"scope": "node"}, "engine: scope='node' is not available yet; leave it out or give 'world'"),
-        ({"resync": 3}, "engine: resync=3 is not available yet; leave it out or give None"),
+        ({"async_op": 1}, "engine: async_op must be true, false or None, got 1"),
+        ({"lag": 1.5}, "engine: lag must be a whole number of at least 0, got 1.5"),
+        (
+            {"async_op": True, "lag": 0},
+            "engine: lag must be at least 1 with async_op=True, got 0: an asynchronous value cannot be in force in the "
+            "step that computes it; give async_op=False or a larger lag",
+        ),
+        ({"scope": "rack"}, "engine: scope must be 'world' or 'node', got 'rack'"),
         ({"verify_values": 1}, "engine: verify_values must be true or false, got 1"),
     ],
 )

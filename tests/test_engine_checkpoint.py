@@ -187,7 +187,7 @@ def test_saving_and_loading_compute_and_communicate_nothing() -> None:
     state.add("x", explode, initial=3)
     engine = SyncEngine(state)
     content = engine.state_dict()
-    assert content == {"version": 1, "seen": [-1, -1], "values": {}, "sources": {}}
+    assert content == {"version": 1, "seen": [-1, -1], "values": {}, "flights": [], "sources": {}}
     engine.load_state_dict(content)
     assert engine.state_dict() == content
     assert engine.seen == (-1, -1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from expect import refuses
 
-from syncstate import At, Context, Every, SharedState, SyncEngine, TensorSpec
+from syncstate import At, Context, Every, Once, SharedState, SyncEngine, TensorSpec
 from syncstate.definition import MISSING
 from syncstate.errors import NotReady, SyncStateError
 from syncstate.record import Info
@@ -173,20 +173,39 @@ def test_a_handle_follows_the_syncs() -> None:
     [
         ({"every": 10}, "value 'x': every must be Every(...), At([...]) or Once(), got 10"),
         (
-            {"every": Every(seconds=60)},
-            "value 'x': every 60 seconds is not available yet; give Every(steps=...) or Every(epochs=...)",
+            {"collect": 3},
+            "value 'x': collect must be a callable collect(ctx) or the word 'observed', got 3",
         ),
         (
-            {"every": Every(overhead=0.01)},
-            "value 'x': every 0.01 overhead is not available yet; give Every(steps=...) or Every(epochs=...)",
+            {"reduce": "median"},
+            "value 'x': reduce must be one of list, mean, sum, min, max, any, all, got 'median'",
         ),
-        ({"collect": "observed"}, "value 'x': collect='observed' is not available yet; leave it out or give None"),
-        ({"reduce": "mean"}, "value 'x': reduce='mean' is not available yet; leave it out or give 'list'"),
-        ({"deliver": "scatter"}, "value 'x': deliver='scatter' is not available yet; leave it out or give 'broadcast'"),
-        ({"device": "cuda"}, "value 'x': device='cuda' is not available yet; leave it out or give None"),
-        ({"async_op": True}, "value 'x': async_op=True is not available yet; leave it out or give False"),
-        ({"lag": 2}, "value 'x': lag=2 is not available yet; leave it out or give 0"),
-        ({"scope": "node"}, "value 'x': scope='node' is not available yet; leave it out or give 'world'"),
+        ({"deliver": "all"}, "value 'x': deliver must be 'broadcast' or 'scatter', got 'all'"),
+        ({"device": "gpu7"}, "value 'x': device must be a device such as 'cuda' or 'cpu', got 'gpu7'"),
+        ({"async_op": 1}, "value 'x': async_op must be true, false or None, got 1"),
+        ({"lag": -1}, "value 'x': lag must be a whole number of at least 0, got -1"),
+        ({"lag": False}, "value 'x': lag must be a whole number of at least 0, got False"),
+        ({"scope": "rack"}, "value 'x': scope must be 'world' or 'node', got 'rack'"),
+        (
+            {"async_op": True, "lag": 0},
+            "value 'x': lag must be at least 1 with async_op=True, got 0: an asynchronous value cannot be in force in "
+            "the step that computes it; give async_op=False or a larger lag",
+        ),
+        (
+            {"async_op": True, "lag": 1, "collect": one},
+            "value 'x': lag must be at least 2 for an asynchronous value that collects, got 1: what the ranks send is "
+            "computed with one step later",
+        ),
+        (
+            {"async_op": True, "every": Every(epochs=1)},
+            "value 'x': async_op=True with every 1 epochs: an epoch's value would reach the samplers late, and a value "
+            "that is computed once is waited for; give async_op=False",
+        ),
+        (
+            {"async_op": True, "every": Once()},
+            "value 'x': async_op=True with once: an epoch's value would reach the samplers late, and a value that is "
+            "computed once is waited for; give async_op=False",
+        ),
         ({"apply": 1}, "value 'x': apply must be a callable apply(value, ctx), got 1"),
         ({"spec": "float"}, "value 'x': spec must be a TensorSpec or a type such as float, got 'float'"),
         ({"checkpoint": 1}, "value 'x': checkpoint must be true or false, got 1"),
@@ -257,7 +276,7 @@ def test_what_is_the_default_may_be_said() -> None:
         spec=TensorSpec((), torch.float32), async_op=False, lag=0, scope="world", timeout=timedelta(minutes=1),
         checkpoint=False,
     )  # fmt: skip
-    assert state.definition("x").timeout == 60.0
+    assert state.definition("x").transport.timeout == 60.0
 
 
 def test_missing_is_one_object_also_after_pickling() -> None:

@@ -9,7 +9,7 @@ import torch
 from syncstate.digest import digest_bytes
 from syncstate.errors import MismatchError
 from syncstate.loop.difference import rank_ranges
-from syncstate.loop.plan import Entry
+from syncstate.loop.entry import Entry
 from syncstate.state import SharedState
 from syncstate.wire.codec import encode
 from syncstate.wire.meeting import Meeting
@@ -74,14 +74,15 @@ def verify(state: SharedState, entries: Sequence[Entry], meeting: Meeting, step:
 
     Args:
         state: The values.
-        entries: Which ones; those that each rank derives for itself are left out.
+        entries: Which ones; those that ranks hold for themselves are left out.
         meeting: Where the ranks compare.
         step: Where training is.
 
     Raises:
         MismatchError: Ranks hold different values; names them and what they hold.
     """
-    names = [entry.name for entry in entries if entry.definition.derive is None]
+    shared = [entry for entry in entries if entry.scope == "world" and not entry.definition.scattered]
+    names = [entry.name for entry in shared if entry.definition.derive is None]
     for name, held in _groups("verify_values", state, names, meeting, step).items():
         if len(held) > 1:
             sides = "; ".join(f"{rank_ranges(ranks)}: {shown}" for ranks, shown in sorted(held.values()))

@@ -3,7 +3,16 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
+
+import numpy as np
+import torch
+
+from syncstate.digest import digest_bytes
+from syncstate.errors import CodecError
+from syncstate.spec import describe
+from syncstate.wire.codec import encode
 
 __all__ = ["differences", "plan_text", "rank_ranges"]
 
@@ -21,6 +30,9 @@ def _plain(content: Any) -> Any:
         return {str(index): _plain(value) for index, value in enumerate(content)} or "[]"
     if isinstance(content, (set, frozenset)):  # whose own text has no order
         return f"{{{', '.join(sorted(map(str, map(_plain, content))))}}}"
+    if isinstance(content, (torch.Tensor, np.ndarray)):  # whose own text leaves out what is long
+        with suppress(CodecError):
+            return f"{describe(content)} {digest_bytes(encode(content)).hex()[:12]}"
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(content))  # where an object lies is each process's own
 
 

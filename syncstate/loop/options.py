@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from syncstate.definition import check_schedule, refuse, seconds
+from syncstate.definition import check_schedule
 from syncstate.errors import ConfigError
 from syncstate.schedule import Every, Schedule
+from syncstate.transport import Transport, check_transport, seconds
 
 __all__ = ["Options"]
 
@@ -36,16 +37,18 @@ class Options:
     resync: Any = None
     verify_values: bool = False
     events: Any = None
+    transport: Transport = field(init=False)
 
     def __post_init__(self) -> None:
         check_schedule("engine", self.every, optional=False)
-        refuse(
-            "engine",
-            scope=(self.scope, "world"),
-            async_op=(self.async_op, False),
-            lag=(self.lag, 0),
-            resync=(self.resync, None),
-        )
+        if self.async_op is None or self.scope is None:
+            raise ConfigError(f"engine: async_op and scope must be given, got {self.async_op!r} and {self.scope!r}")
+        if self.timeout is None:
+            seconds("engine", self.timeout)
+        transport = check_transport("engine", self.async_op, self.lag, self.scope, self.timeout)
+        object.__setattr__(self, "transport", transport)
+        if self.resync is not None:
+            raise ConfigError(f"engine: resync={self.resync!r} is not available yet; leave it out")
         if not isinstance(self.verify_values, bool):
             raise ConfigError(f"engine: verify_values must be true or false, got {self.verify_values!r}")
         self._check_whole("seed", None)
@@ -59,7 +62,7 @@ class Options:
             raise ConfigError(f"engine: on_error must be 'raise' or 'keep', got {self.on_error!r}")
         if self.config is not None and not isinstance(self.config, Mapping):
             raise ConfigError(f"engine: config must be a mapping, got {self.config!r}")
-        object.__setattr__(self, "timeout", seconds("engine", self.timeout))
+        object.__setattr__(self, "timeout", self.transport.timeout)
 
     def _check_whole(self, key: str, least: int | None) -> None:
         given = getattr(self, key)

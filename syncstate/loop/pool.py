@@ -1,30 +1,35 @@
-"""Large receive buffers, used again once nobody holds a value in them: fresh memory costs more than the wire."""
+"""Large buffers, used again once nobody holds a value in them: fresh memory costs more than the wire."""
 
 import torch
 
 __all__ = ["Pool"]
 
-_KEPT = 2  # the one whose value is in force, and the one that is being received
-
 
 class Pool:
-    """Buffers of one size; asking for another size forgets them."""
+    """Buffers of one size; asking for another size forgets them.
 
-    def __init__(self) -> None:
+    Args:
+        kept: How many to keep: the one whose value is in force, and those that are on their way at one time.
+    """
+
+    def __init__(self, kept: int = 2) -> None:
+        self._kept = kept
         self._buffers: list[torch.Tensor] = []
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A 1-D uint8 tensor of this size whose memory no value uses."""
+        """A 1-D uint8 tensor of this size whose memory no value uses, the caller's until it is put back."""
         if self._buffers and self._buffers[0].numel() != nbytes:
             self._buffers.clear()
-        for buffer in self._buffers:
+        for index, buffer in enumerate(self._buffers):
             if _unused(buffer):
-                return buffer
+                return self._buffers.pop(index)
         with torch.inference_mode(False):  # which would make a buffer that can be used in that mode only
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def put(self, buffer: torch.Tensor) -> None:
+        """The wire is done with a buffer; values may still lie in it."""
         self._buffers.append(buffer)
-        del self._buffers[:-_KEPT]
-        return buffer
+        del self._buffers[: -self._kept]
 
 
 def _unused(buffer: torch.Tensor) -> bool:

@@ -1,97 +1,169 @@
-"""Values come into force on this rank: what a sync or a checkpoint brings is derived, held and applied."""
+"""What happens at one step: what has arrived comes into force, and what is due is computed and sent.
+
+On every rank in this order: results that were collected at an earlier step go on their way, arrivals come into force,
+oldest first, then one blocking frame, then one asynchronous frame.
+"""
 
 import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from syncstate.context import Context
 from syncstate.loop.batch import Batch
-from syncstate.loop.exchange import Exchange
-from syncstate.loop.plan import Entry
-from syncstate.loop.sources import Failure, describe
+from syncstate.loop.entry import Entry
+from syncstate.loop.flight import Flight
+from syncstate.loop.flights import Flights
+from syncstate.loop.payload import Contents
+from syncstate.loop.side import Side
+from syncstate.loop.sources import Failure
 from syncstate.loop.stats import Stats
 from syncstate.state import SharedState
-from syncstate.topology import Topology
-from syncstate.wire.channel import Channel, Wait
 
-__all__ = ["Refresh"]
+__all__ = ["Refresh", "Result"]
 
-_MOST_BATCHES = 256
+
+class Result(NamedTuple):
+    """What a call brought.
+
+    Attributes:
+        names: The values that came into force, each once, in order of arrival.
+        failure: Why others did not.
+    """
+
+    names: tuple[str, ...]
+    failure: Failure | None = None
 
 
 class Refresh:
-    """Refreshes values of a state through an exchange.
+    """Refreshes values of a state.
 
     Args:
         state: The values.
-        seed: The engine's seed.
-        topology: This process in the group.
-        channel, exchange: How values travel.
+        entries: Those of the plan.
+        sides: Scope -> the group that shares its values.
+        flights: What is on its way since an earlier run of the same engine; goes on in this one.
+        stats: Where syncs are counted.
     """
 
-    def __init__(self, state: SharedState, seed: int, topology: Topology, channel: Channel, exchange: Exchange) -> None:
+    def __init__(
+        self,
+        state: SharedState,
+        entries: Iterable[Entry],
+        sides: Mapping[str, Side],
+        flights: list[Flight],
+        stats: Stats,
+    ) -> None:
         self._state = state
-        self._seed = seed
-        self._channel = channel
-        self._exchange = exchange
-        self._batches: dict[tuple[Entry, ...], Batch] = {}
-        self._unsettled: Batch | None = None
-        self._rank = topology.rank
-        self._place: dict[str, Any] = {
-            "rank": topology.rank,
-            "world_size": topology.world_size,
-            "local_rank": topology.local_rank,
-            "node_rank": topology.node_rank,
-            "num_nodes": topology.num_nodes,
-            "is_main": topology.is_main,
-        }
+        self._sides = sides
+        self._stats = stats
+        self._posted = self._total()  # without what opening took
+        self.flights = Flights(state, entries, sides, flights, stats)
 
-    def sync(self, due: Sequence[Entry], place: Mapping[str, Any], stats: Stats) -> tuple[str, ...] | Failure:
-        """Refresh values on every rank, in one sync; returns their names, or why main sent none.
+    def step(self, due: Sequence[Entry], place: Mapping[str, Any]) -> Result:
+        """All that happens at a step.
+
+        Args:
+            due: The values that are due.
+            place: `step`, `epoch`, `model` and `host` of the contexts.
+
+        Raises:
+            SyncStateError: A sync failed for a reason that ends the engine.
+        """
+        if not self.flights:
+            return self.sync(due, place) if due else Result(())
+        names, failure = self.flights.arrive(place)
+        result = self.sync(due, place) if due else Result(())
+        self.tally()
+        failure = failure.joined(result.failure) if failure else result.failure
+        return Result(tuple(dict.fromkeys(names + result.names)), failure)
+
+    def sync(self, due: Sequence[Entry], place: Mapping[str, Any], *, prompt: bool = False) -> Result:
+        """Compute and send what is due.
 
         Args:
             due: Which values; at least one.
-            place: `step`, `epoch`, `model` and `host` of the contexts.
-            stats: Where the sync is counted.
-
-        Raises:
-            SyncStateError: The sync failed for a reason that ends the engine.
+            place: As for `step`.
+            prompt: Whether all of them come into force at once, whatever they say.
         """
-        begun, collectives = time.monotonic(), self._channel.collectives
-        batch = self._batch(due)
-        fields = {**self._place, **place}
-        if self._unsettled is not None and self._place["is_main"]:
-            self.settle(fields["step"])
-        result = self._exchange.run(batch, fields)
-        failed: Sequence[str] = ()
+        names: tuple[str, ...] = ()
+        failure: Failure | None = None
+        for scope, side in self._sides.items():
+            ours = due if len(self._sides) == 1 else [entry for entry in due if entry.scope == scope]
+            later = [e for e in ours if e.async_op and e.record.version and not prompt]
+            now = [e for e in ours if e not in later] if later else ours
+            fields = {**side.place, **place}
+            if now:
+                result = self._blocking(side, now, fields, prompt)
+                names += result.names
+                failure = result.failure.joined(failure) if result.failure else failure
+            collecting = [entry for entry in later if entry.collects]
+            sent = [entry for entry in later if not entry.collects] if collecting else later
+            if sent:
+                self.flights.launch(side, sent, fields)
+            if collecting:
+                self.flights.collect(side, collecting, {**fields, "model": None})
+        self.tally()
+        return Result(names, failure)
+
+    def tally(self) -> None:
+        """Count the collectives since the last time."""
+        posted = self._total()
+        self._stats.collectives += posted - self._posted
+        self._posted = posted
+
+    def _total(self) -> int:
+        return sum(side.exchange.channel.collectives for side in self._sides.values())
+
+    # One blocking frame
+
+    def _blocking(self, side: Side, entries: Sequence[Entry], fields: dict[str, Any], prompt: bool) -> Result:
+        begun = time.monotonic()
+        batch = side.batch(entries)
+        if side.holder.urgent and fields["is_main"]:
+            side.holder.settle(fields["step"])
+        result = side.exchange.run(batch, fields)
+        names: tuple[str, ...] = ()
         if isinstance(result, Failure):
-            failed = result.names
+            self._follow(batch, [None] * len(batch.rhythms), fields["step"])
         else:
-            steps = (fields["step"], fields["step"])
-            for record, value in zip(batch.records, result, strict=True):
-                record.version += 1
-                record.sent = value
-                record.steps = steps
-            self._hold(batch, result, fields)
-        stats.count(batch.names, failed, self._channel.collectives - collectives, time.monotonic() - begun)
-        return result if isinstance(result, Failure) else batch.names
+            self._follow(batch, result.intervals, fields["step"])
+            names = self._received(side, batch, result, fields, prompt)
+        seconds = time.monotonic() - begun
+        for rhythm in batch.rhythms:
+            rhythm.spend(seconds)
+        failed = (result.names or batch.names) if isinstance(result, Failure) else ()
+        self._stats.count(batch.names, failed, seconds)
+        return Result(names, result if isinstance(result, Failure) else None)
+
+    def _received(
+        self, side: Side, batch: Batch, contents: Contents, fields: dict[str, Any], prompt: bool
+    ) -> tuple[str, ...]:
+        """Values of a blocking frame: in force now, or held back by their lag."""
+        step = fields["step"]
+        held = [] if prompt else [index for index, e in enumerate(batch.entries) if e.lag and e.record.version]
+        if not held:
+            side.holder.put(batch, contents.values, fields, step)
+            return batch.names
+        self.flights.hold_back(fields, {batch.names[index]: contents.values[index] for index in held})
+        rest = [index for index in range(len(batch.entries)) if index not in held]
+        if not rest:
+            return ()
+        now = side.batch([batch.entries[index] for index in rest])
+        side.holder.put(now, [contents.values[index] for index in rest], fields, step)
+        return now.names
+
+    @staticmethod
+    def _follow(batch: Batch, intervals: Sequence[int | None], step: int) -> None:
+        if batch.rhythms:
+            for rhythm, interval in zip(batch.rhythms, intervals, strict=True):
+                rhythm.follow(step, interval)
+            for entry in batch.entries:
+                if entry.rhythm is not None:
+                    entry.record.announced = entry.rhythm.announced
 
     def settle(self, step: int) -> None:
-        """Wait until every rank has applied what it received, if it had anything to apply.
-
-        Args:
-            step: Where training is.
-
-        Raises:
-            SyncStateError: A rank failed to, or did not answer in time.
-        """
-        batch, self._unsettled = self._unsettled, None
-        if batch is not None:
-            self._channel.settle(
-                Wait(f"{batch.label}, waiting until every rank has applied it", step, batch.timeout, time.monotonic())
-            )
+        """Wait until every rank has applied what it received."""
+        for side in self._sides.values():
+            side.holder.settle(step)
 
     def take(self, restored: Sequence[Entry], place: Mapping[str, Any]) -> None:
         """Bring values into force that a checkpoint has put into the records.
@@ -100,47 +172,7 @@ class Refresh:
             restored: Which values; at least one.
             place: `step` and `epoch` of the checkpoint.
         """
-        self._hold(self._batch(restored), [entry.record.sent for entry in restored], {**self._place, **place})
-
-    def _hold(self, batch: Batch, values: list[Any], fields: dict[str, Any]) -> None:
-        if not batch.derives and not batch.applies:
-            self._state._update(batch.names, values)
-            return
-        held = list(values)
-        contexts = {
-            entry.name: Context.of(fields, entry.record.sent, self._seed, entry.name, entry.record.version)
-            for entry in batch.entries
-        }
-        for index, derive in batch.derives:
-            name = batch.names[index]
-            with self._telling("derive", name, fields["step"]):
-                held[index] = derive(values[index], contexts[name])
-        self._state._update(batch.names, held)
-        for name, apply in batch.applies:
-            with self._telling("apply", name, fields["step"]):
-                apply(self._state[name], contexts[name])
-        self._channel.acknowledge()
-        self._unsettled = batch
-
-    @contextmanager
-    def _telling(self, what: str, name: str, step: int) -> Iterator[None]:
-        """Run a user's function on this rank; its error reaches the others with value, step, rank and traceback."""
-        try:
-            yield
-        except Exception as error:
-            rank = self._rank
-            told = f"{what} of value {name!r} failed at step {step} on rank {rank}: {describe(error)}"
-            text = "".join(traceback.format_exception(error)).rstrip()
-            self._channel.tell("peer", step, f"{told}\nTraceback on rank {rank}:\n{text}")
-            error.add_note(f"syncstate: raised by {what} of value {name!r} at step {step} on rank {rank}")
-            raise
-
-    def _batch(self, entries: Sequence[Entry]) -> Batch:
-        """The batch of these entries; the same ones come again and again."""
-        key = tuple(entries)
-        batch = self._batches.get(key)
-        if batch is None:
-            if len(self._batches) >= _MOST_BATCHES:
-                self._batches.clear()
-            batch = self._batches[key] = Batch(entries)
-        return batch
+        for scope, side in self._sides.items():
+            ours = [entry for entry in restored if entry.scope == scope]
+            if ours:
+                side.holder.hold(side.batch(ours), [e.record.sent for e in ours], {**side.place, **place})

@@ -1,29 +1,30 @@
 """One engine between its start and its end: the ranks have met, agree on the plan, and have a channel."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from syncstate.errors import CodecError, ConfigError, MismatchError, PeerError, SyncStateError, SyncTimeout
+from syncstate.errors import ConfigError, PeerError, SyncStateError
 from syncstate.events import open_sink
-from syncstate.loop.checkpoint import Restored, parse, restore
+from syncstate.loop.checkpoint import Restored
 from syncstate.loop.compare import table, verify
-from syncstate.loop.difference import differences
-from syncstate.loop.exchange import Exchange
+from syncstate.loop.entry import Entry
+from syncstate.loop.flight import Flight
+from syncstate.loop.opening import open_sides, tell
 from syncstate.loop.options import Options
-from syncstate.loop.plan import Entry, Plan
-from syncstate.loop.refresh import Refresh
+from syncstate.loop.plan import Plan
+from syncstate.loop.refresh import Refresh, Result
+from syncstate.loop.resume import resume
 from syncstate.loop.sources import Failure, describe
 from syncstate.loop.stats import Stats
 from syncstate.state import SharedState
 from syncstate.topology import find_topology
-from syncstate.wire.channel import Channel, Wait
 from syncstate.wire.meeting import store_lost
-from syncstate.wire.notes import Note
-from syncstate.wire.rendezvous import decline, meet
+from syncstate.wire.rendezvous import decline
 
 __all__ = ["LOOK_SECONDS", "Run", "decline_start"]
 
@@ -43,6 +44,8 @@ class Run:
     Args:
         state: The values; nobody else can use them until the run has ended.
         options: The engine's.
+        flights: What is on its way since an earlier run of the engine.
+        stats: Where syncs are counted.
 
     Raises:
         MismatchError: The ranks have different plans; names the first keys that differ.
@@ -57,18 +60,17 @@ class Run:
         ended: Why the run is over; None while it is not.
     """
 
-    def __init__(self, state: SharedState, options: Options) -> None:
+    def __init__(self, state: SharedState, options: Options, flights: list[Flight], stats: Stats) -> None:
         try:
             self.topology = find_topology(options.group, options.main)
         except ConfigError as error:
             decline_start(options, error)
             raise
-        self.thread = threading.get_ident()
+        self.thread, self.pid = threading.get_ident(), os.getpid()
         self.busy = self.synced = False
         self._look_at = 0.0
         self.ended: Exception | None = None
         self._state = state
-        self._timeout = options.seconds
         self._verifies = options.verify_values
         main = self.topology.global_ranks[self.topology.main]
         try:
@@ -79,38 +81,13 @@ class Run:
             decline_start(options, error)
             raise
         try:
-            self._connect(options)
+            self._opened = open_sides(state, self.plan, self.topology, options)
         except BaseException:
             state._claim(False)
             raise
+        self._channel = self._opened.channels[0]
+        self._refresh = Refresh(state, self.plan.entries, self._opened.sides, flights, stats)
         self.event("open", world_size=self.topology.world_size)
-
-    def _connect(self, options: Options) -> None:
-        """Meet the other ranks, compare plans, make the private group."""
-        plan, topology = self.plan, self.topology
-        self._meeting = meet(topology, self._timeout) if topology.world_size > 1 else None
-        if self._meeting is not None:
-            groups = self._meeting.compare("start", plan.digest.hex(), plan.text)
-            if len(groups) > 1:
-                self._meeting.depart()
-                raise MismatchError("start: the plans of the ranks differ:\n  " + differences(groups))
-        self._channel = Channel(topology, self._meeting)
-        try:
-            self._channel.connect(self._timeout)
-            self._exchange = Exchange(
-                self._channel,
-                plan.digest[:8],
-                options.seed,
-                options.frame_bytes,
-                options.max_bytes,
-                self._state.allow_pickle,
-            )
-            self._refresh = Refresh(self._state, options.seed, topology, self._channel, self._exchange)
-            self._exchange.warm_up(self._wait("start"))
-        except BaseException as error:
-            self._tell(error, 0)
-            self._channel.teardown(abrupt=True)
-            raise
 
     def prepare(self, loaded: Restored | None) -> tuple[int, int] | None:
         """Put a loaded checkpoint into force, and forget what is computed at every start. Collective.
@@ -122,104 +99,128 @@ class Run:
             The step and epoch that the checkpoint has seen; None without one.
         """
         with _Part(self, "start", 0):
-            return self._prepare(self._share(loaded))
+            return resume(self._opened, self.plan.entries, self._state, self._refresh, loaded)
 
-    def _prepare(self, restored: Restored | None) -> tuple[int, int] | None:
-        for entry in self.plan.entries:
-            entry.again = entry.schedule.unit == "once" and not entry.definition.checkpoint
-        if restored is None:
-            return None
-        found = restore(restored, self.plan.entries, self._state, is_main=self.topology.is_main)
-        if found:
-            step, epoch = restored.seen
-            self._refresh.take(found, {"step": step, "epoch": epoch})
-        return restored.seen
-
-    def _share(self, loaded: Restored | None) -> Restored | None:
-        """Agree on a checkpoint: where ranks loaded none or another, all take that of the lowest that loaded any."""
-        if self._meeting is None:
-            return loaded
-        groups = self._meeting.compare("start: comparing checkpoints", loaded.record if loaded else "none")
-        if len(groups) == 1:
-            return loaded
-        holders = {record: ranks for record, (ranks, _) in groups.items() if record != "none"}
-        record, ranks = min(holders.items(), key=lambda item: item[1])
-        content: Any = loaded.content if loaded and loaded.record == record else None
-        content = self._exchange.hand_round(content, ranks[0], self._wait("start: sharing a checkpoint"))
-        told = "; ".join(f"{'none' if r == 'none' else r[:8]} on ranks {who}" for r, (who, _) in groups.items())
-        _log.warning("start: the ranks loaded different checkpoints (%s); all take that of rank %d", told, ranks[0])
-        return parse(content)
-
-    def sync(
-        self, call: str, due: Sequence[Entry], place: Mapping[str, Any], stats: Stats
-    ) -> tuple[str, ...] | Failure:
-        """Refresh what is due, in one sync; once a second, hear of failures on other ranks.
+    def step(self, call: str, due: Sequence[Entry], place: Mapping[str, Any]) -> Result:
+        """Bring into force what has arrived, and refresh what is due; once a second, hear of failures on other ranks.
 
         Args:
             call: The engine's method, for messages.
             due: Which values.
             place: `step`, `epoch`, `model` and `host` of the contexts.
-            stats: Where a sync is counted.
 
         Returns:
-            The names of the values that came into force, or why main sent none.
+            The values that came into force, and why others did not.
 
         Raises:
             SyncStateError: A failure that ends the engine.
             ConfigError: A call from another thread, or from inside a source.
         """
         with _Part(self, call, place["step"]):
-            now = time.monotonic()
-            if now >= self._look_at:
-                self._look_at = now + LOOK_SECONDS
-                note = self._channel.news(place["step"])
-                if note is not None:
-                    raise note.error()
-            if not due:
-                return ()
-            self.synced = True
-            result = self._refresh.sync(due, place, stats)
-            if self._verifies and self._meeting is not None and not isinstance(result, Failure):
-                verify(self._state, due, self._meeting, place["step"])
-        if self._sink is not None:
-            names = [entry.name for entry in due]
-            what = "failed" if isinstance(result, Failure) else "sync"
-            self.event(what, step=place["step"], epoch=place["epoch"], names=names)
+            self._look(place["step"])
+            result = self._refresh.step(due, place)
+            self._check(result, bool(due), place["step"])
+        self._report(result, due, place)
         return result
+
+    def sync(self, call: str, due: Sequence[Entry], place: Mapping[str, Any]) -> Result:
+        """Refresh values at once, whatever their schedule and their lag say."""
+        with _Part(self, call, place["step"]):
+            self._look(place["step"])
+            self._refresh.flights.drain()
+            self._refresh.flights.supersede([entry.name for entry in due])
+            result = self._refresh.sync(due, place, prompt=True)
+            self._check(result, True, place["step"])
+        self._report(result, due, place)
+        return result
+
+    def _look(self, step: int) -> None:
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            note = self._channel.news(step)
+            if note is not None:
+                raise note.error()
+
+    def _check(self, result: Result, synced: bool, step: int) -> None:
+        self.synced |= synced
+        if self._verifies and self._opened.meeting is not None and result.names:
+            verify(self._state, self.plan.named(result.names), self._opened.meeting, step)
+
+    def _report(self, result: Result, due: Sequence[Entry], place: Mapping[str, Any]) -> None:
+        """Tell the user's sink."""
+        if self._sink is None:
+            return
+        step, epoch = place["step"], place["epoch"]
+        if result.failure is not None:
+            names = list(dict.fromkeys(result.failure.names)) or [entry.name for entry in due]
+            self.event("failed", step=step, epoch=epoch, names=names)
+        launched = [entry.name for entry in due if entry.name not in result.names] if result.failure is None else []
+        if launched:
+            self.event("launch", step=step, epoch=epoch, names=launched)
+        if result.names:
+            self.event("sync", step=step, epoch=epoch, names=list(result.names))
+
+    def next_step(self, seen: int) -> float:
+        """The step before which nothing that is on its way needs a call."""
+        return self._refresh.flights.next_step(seen)
+
+    def drain(self, step: int) -> None:
+        """Wait until everything that is on its way is here."""
+        with _Part(self, "drain", step):
+            self._refresh.flights.drain()
+
+    def bring_home(self, step: int) -> None:
+        """Wait for what a checkpoint must hold and this rank can have without a call of the others."""
+        with _Part(self, "state_dict", step):
+            self._refresh.flights.bring_home()
 
     def inspect(self, step: int) -> str:
         """A table of who holds what. Collective."""
         with _Part(self, "inspect", step):
-            return table(self._state, self._meeting, step)
+            return table(self._state, self._opened.meeting, step)
 
     def end(self, error: BaseException, step: int) -> SyncStateError | None:
-        """Tell the other ranks, unless they know, and drop the group.
+        """Tell the other ranks, unless they know, and drop the groups.
 
         Returns:
             What another rank has told before, or that the store is gone and with it perhaps a rank; else None.
         """
-        note = self._tell(error, step)
+        note = tell(self._opened, error, step)
         told = describe(error)
         self.ended = error if isinstance(error, Exception) else PeerError(f"the engine ended at step {step}: {told}")
+        self._refresh.flights.abandon()
         self._state._claim(False)
-        self._channel.teardown(abrupt=True)
+        self._opened.close(abrupt=True)
         self.event("ended", step=step, error=told)
         if self._channel.lost is not None:
             return store_lost(f"step {step}", self.topology.rank, self._channel.lost)
         return None if note.rank == self.topology.rank else note.error()
 
-    def close(self, step: int) -> None:
-        """Leave in good order: hear that all ranks could apply what they received, sign off, and drop the group."""
+    def close(self, step: int) -> Failure | None:
+        """Leave in good order: everything on its way arrives, all ranks could apply what they received, sign off.
+
+        Returns:
+            A failure that was on its way, and that nobody has seen.
+        """
         with _Part(self, "close", step):
             note = self._channel.news(step)
             if note is not None:
                 raise note.error()
+            self._refresh.flights.drain()
             self._refresh.settle(step)
-        self._channel.sign_off(step)
+        for channel in self._opened.channels:
+            channel.sign_off(step)
         self.ended = ConfigError("the engine is closed; call start(step, epoch) to begin again")
         self._state._claim(False)
-        self._channel.teardown(abrupt=False)
+        self._opened.close(abrupt=False)
         self.event("close", step=step)
+        return self._refresh.flights.failures()
+
+    @property
+    def mine(self) -> bool:
+        """Whether this is the process that made the run; a forked child has no part in it."""
+        return os.getpid() == self.pid
 
     def admit(self, call: str) -> None:
         """Refuse a call of the engine that would deadlock, and any after the end.
@@ -227,6 +228,10 @@ class Run:
         Args:
             call: The engine's method, for messages.
         """
+        if not self.mine:
+            raise ConfigError(
+                f"{call}: this process was forked from the one that started the engine, and has no part in it"
+            )
         if threading.get_ident() != self.thread:
             raise ConfigError(f"{call}: only the thread that started the engine may call it")
         if self.ended is not None:
@@ -242,16 +247,6 @@ class Run:
             except Exception:
                 self._sink = None
                 _log.exception("the sink for events failed on rank %d and gets no more of them", self.topology.rank)
-
-    def _tell(self, error: BaseException, step: int) -> Note:
-        if isinstance(error, SyncStateError) and not isinstance(error, ConfigError):
-            kinds = {CodecError: "codec", MismatchError: "mismatch", SyncTimeout: "timeout"}
-            return self._channel.tell(kinds.get(type(error), "peer"), step, str(error))
-        text = f"rank {self.topology.rank} failed at step {max(step, 0)}: {describe(error)}"
-        return self._channel.tell("peer", step, text)
-
-    def _wait(self, what: str) -> Wait:
-        return Wait(what, 0, self._timeout, time.monotonic())
 
 
 class _Part:

@@ -2,15 +2,17 @@
 
 import logging
 import traceback
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 from syncstate.context import Context
 from syncstate.errors import CodecError, ComputeError, MismatchError, SyncStateError
 from syncstate.loop.batch import Batch
+from syncstate.loop.rules import Rules
 from syncstate.spec import check_spec
 from syncstate.wire.codec import Parcel, pack
 
-__all__ = ["Failure", "Refused", "compute", "describe"]
+__all__ = ["Failure", "Refused", "cannot_travel", "compute", "describe"]
 
 _log = logging.getLogger("syncstate")
 
@@ -45,6 +47,13 @@ class Failure(NamedTuple):
         """The exception that every rank raises."""
         return (MismatchError if self.kind == "mismatch" else ComputeError)(self.text)
 
+    def joined(self, other: "Failure | None") -> "Failure":
+        """This failure, and another one of the same call."""
+        if other is None:
+            return self
+        kind = self.kind if self.kind == other.kind else "compute"
+        return Failure(kind, f"{self.text}\n{other.text}", self.names + other.names, self.cause or other.cause)
+
     @classmethod
     def read(cls, parts: Any) -> "Failure":
         """The failure that `pack` packed. Raises CodecError for something else."""
@@ -55,7 +64,7 @@ class Failure(NamedTuple):
     def pack(self, room: int) -> Parcel:
         """The failure in at most `room` bytes, so that it fits the frame; a long text is cut in the middle."""
         names = self.names
-        spare = room - 128 - sum(len(name.encode("utf-8", "replace")) + 8 for name in names)
+        spare = room - 128 - sum(len(name.encode("utf-8", "surrogatepass")) + 8 for name in names)
         if spare < 256:
             names, spare = [], room - 128
         text = self.text.encode("utf-8", "backslashreplace")
@@ -80,39 +89,61 @@ class _Fault(NamedTuple):
     cause: BaseException | None
 
 
-def compute(batch: Batch, fields: dict[str, Any], seed: int, rank: int, allow_pickle: bool) -> Parcel:
+def compute(
+    batch: Batch, fields: dict[str, Any], rules: Rules, rank: int, collected: Mapping[int, Any] | None = None
+) -> list[Any]:
     """Compute all values of a batch; all or nothing.
 
     Args:
         batch: What is due.
         fields: What the contexts of these computations have in common.
-        seed: The engine's seed.
+        rules: The engine's.
         rank: This rank, for messages.
-        allow_pickle: Whether values may travel by pickle.
+        collected: What the ranks collected, by index.
 
     Raises:
-        Refused: A source raised, a value differs from its spec, or a value cannot travel.
+        Refused: A source raised, or a value differs from its spec.
     """
     values: list[Any] = []
     faults: list[_Fault] = []
-    context = Context.of
-    for name, source, record, spec in batch.jobs:
+    context, seed, world_size = Context.of, rules.seed, fields["world_size"]
+    for index, (name, stream, source, record, spec, scattered) in enumerate(batch.jobs):
+        previous, version = record.sent, record.version + 1
+        if record.ahead:  # computed, and not in force yet
+            previous, version = record.ahead[-1], version + len(record.ahead)
+        own = fields if not collected or index not in collected else {**fields, "collected": collected[index]}
         try:
-            value = source(context(fields, record.sent, seed, name, record.version + 1))
+            value = source(context(own, previous, seed, stream, version))
+            if scattered:
+                value = _items(value, world_size)
         except Exception as error:
             faults.append(_Fault(name, "compute", describe(error), error))
             continue
         if spec is not None:
-            wrong = check_spec(value, spec)
-            if wrong is not None:
-                faults.append(_Fault(name, "mismatch", wrong, None))
+            wrong = [told for one in (value if scattered else (value,)) if (told := check_spec(one, spec)) is not None]
+            if wrong:
+                faults.append(_Fault(name, "mismatch", wrong[0], None))
         values.append(value)
-    if not faults:
-        try:
-            return pack(values, allow_pickle=allow_pickle)
-        except CodecError as error:
-            faults = _cannot_travel(batch, values, error, allow_pickle)
-    raise _refused(faults, fields["step"], rank)
+    if faults:
+        raise _refused(faults, fields["step"], rank)
+    return values
+
+
+def _items(value: Any, world_size: int) -> list[Any]:
+    """What a source of a scattered value returned, as a list with an item for each rank."""
+    try:
+        items = list(value)
+    except TypeError:
+        items = []
+    if len(items) != world_size or isinstance(value, (str, bytes, Mapping, Set)):
+        given = f"{type(value).__name__} of {len(items)}" if items else type(value).__name__
+        raise ValueError(f'deliver="scatter" takes a sequence with an item for each of {world_size} ranks, got {given}')
+    return items
+
+
+def cannot_travel(batch: Batch, values: list[Any], error: CodecError, step: int, rank: int, pickle: bool) -> Refused:
+    """Which values cannot be encoded, and why."""
+    return _refused(_cannot_travel(batch, values, error, pickle), step, rank)
 
 
 def _cannot_travel(batch: Batch, values: list[Any], error: CodecError, allow_pickle: bool) -> list[_Fault]:

@@ -43,17 +43,15 @@ class Stats(Mapping[str, Counters]):
         self._synced: dict[tuple[str, ...], int] = {}
         self._failures: dict[str, int] = {}
 
-    def count(self, names: tuple[str, ...], failed: Collection[str], collectives: int, seconds: float) -> None:
+    def count(self, names: tuple[str, ...], failed: Collection[str], seconds: float) -> None:
         """Add one sync.
 
         Args:
             names: The values that were due.
             failed: Those that failed; empty when values came.
-            collectives: How many collectives it took.
             seconds: What the sync took on this rank.
         """
         self.syncs += 1
-        self.collectives += collectives
         self.seconds += seconds
         self._synced[names] = self._synced.get(names, 0) + (not failed)
         if failed:

@@ -89,6 +89,7 @@ class Channel:
     ) -> Operation:
         """Post a broadcast; see `broadcast`. The buffer must stay as it is until `finish`."""
         sender = self.topology.main if root is None else root
+        self.collectives += bool(self._lanes)
         return self._begin(lane, wait, lambda way: way.broadcast(buffer, sender, wait))
 
     def begin_gather(
@@ -97,6 +98,7 @@ class Channel:
         """Post a gather to main of equally large buffers; `outputs` has one for each rank on main, None elsewhere."""
         if not self._lanes and outputs is not None:
             outputs[0].copy_(buffer)
+        self.collectives += bool(self._lanes)
         return self._begin(lane, wait, lambda way: way.gather(buffer, outputs, self.topology.main, wait))
 
     def begin_scatter(
@@ -105,10 +107,12 @@ class Channel:
         """Post a scatter from main of equally large buffers; `inputs` has one for each rank on main, None elsewhere."""
         if not self._lanes and inputs is not None:
             buffer.copy_(inputs[0])
+        self.collectives += bool(self._lanes)
         return self._begin(lane, wait, lambda way: way.scatter(buffer, inputs, self.topology.main, wait))
 
     def begin_all_reduce(self, tensor: torch.Tensor, wait: Wait, *, lane: str = "blocking") -> Operation:
         """Post a sum over all ranks, in place, of a contiguous tensor."""
+        self.collectives += bool(self._lanes)
         return self._begin(lane, wait, lambda way: way.all_reduce(tensor, wait))
 
     def begin_send(self, buffer: torch.Tensor, to: int, tag: int, wait: Wait, *, lane: str = "blocking") -> Operation:
@@ -125,7 +129,6 @@ class Channel:
         board = self._board
         if board is None or not self._lanes:
             return Operation(wait)
-        self.collectives += 1
         try:
             return post(self._lanes[lane])
         except RuntimeError as error:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from syncstate.topology import Topology
 from syncstate.wire.meeting import Meeting
-from syncstate.wire.verdict import Wait, broken, late
+from syncstate.wire.verdict import Wait, late, unconnected
 
 __all__ = ["connect"]
 
@@ -38,8 +38,7 @@ def connect(meeting: Meeting, topology: Topology, timeout: float, lane: str) -> 
 
     def make() -> None:
         try:
-            # A client of its own: the backend's waits lock it.
-            store = dist.PrefixStore(f"gloo/{lane}", meeting.store.clone())
+            store = dist.PrefixStore(f"gloo/{lane}", meeting.backend)
             limit = timedelta(seconds=wait.timeout)
             made["group"] = dist.ProcessGroupGloo(store, topology.rank, topology.world_size, limit)
         except Exception as error:
@@ -54,7 +53,7 @@ def connect(meeting: Meeting, topology: Topology, timeout: float, lane: str) -> 
         if meeting.board.alarmed():
             raise meeting.board.hear(0).error()
         if time.monotonic() - wait.begun >= wait.timeout:
-            raise late(wait, meeting.board, topology).error()
+            raise late(wait, meeting.board, topology, computes=False).error()
     if "error" in made:
-        raise broken(wait, meeting.board, topology, made["error"]).error() from made["error"]
+        raise unconnected(wait, meeting.board, topology, made["error"]).error() from made["error"]
     return made.pop("group")

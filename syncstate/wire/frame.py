@@ -72,13 +72,16 @@ class Frame:
     """A buffer for one frame, used again for every sync.
 
     Args:
-        nbytes: Size, the same on every rank for the life of an engine.
+        nbytes: Size, the same on every rank.
         max_bytes: No payload is larger, and no receiver allocates more.
+        buffer: 1-D uint8 memory of that size on the CPU; None makes it.
     """
 
-    def __init__(self, nbytes: int, max_bytes: int) -> None:
-        with torch.inference_mode(False):  # which would make a buffer that can be used in that mode only
-            self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    def __init__(self, nbytes: int, max_bytes: int, buffer: torch.Tensor | None = None) -> None:
+        if buffer is None:
+            with torch.inference_mode(False):  # which would make a buffer that can be used in that mode only
+                buffer = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+        self.buffer = buffer
         self._raw = self.buffer.numpy().data
         self._max_bytes = max_bytes
         self._lengths = (b"", Lengths(0, 0, 0, 0))  # the last ones that were checked, and their bytes

@@ -4,9 +4,12 @@ import json
 import time
 from typing import Any
 
+import torch.distributed as dist
+
 from syncstate.errors import PeerError, SyncStateError
 from syncstate.topology import Topology
 from syncstate.wire.notes import Note, NoteBoard
+from syncstate.wire.store import Store, StoreLost, gone
 
 __all__ = ["HOST", "Groups", "Meeting", "Patience", "store_lost"]
 
@@ -17,11 +20,7 @@ Groups = dict[str, tuple[list[int], str]]
 
 def store_lost(what: str, rank: int, error: object) -> PeerError:
     """What to raise when the store does not answer."""
-    told = str(error).split("\n", 1)[0][:200]
-    return PeerError(
-        f"{what}: the key-value store of the process group no longer answers on rank {rank}; the process that hosts "
-        f"it, usually rank 0, may have died ({told})"
-    )
+    return PeerError(f"{what}: seen from rank {rank}, {gone(error)}")
 
 
 class Patience:
@@ -49,20 +48,34 @@ class Meeting:
 
     Args:
         topology: The group.
-        store: A client of its own, prefixed with the place.
+        store: The store, prefixed with the place.
         timeout: Seconds that each comparison may take.
+        backend: A client of its own, with the same prefix, which the backend's waits may lock. Not made while a group
+            is made, because its connection would be taken for one of the group.
 
     Attributes:
         store: The prefixed store, for what else the group leaves there.
         board: The notes of failures.
+        backend: As given.
     """
 
-    def __init__(self, topology: Topology, store: Any, timeout: float) -> None:
+    def __init__(self, topology: Topology, store: Store, timeout: float, backend: Any) -> None:
         self.topology = topology
         self.store = store
+        self.backend = backend
         self.board = NoteBoard(store, topology.rank, topology.world_size)
         self._timeout = timeout
         self._round = 0
+
+    def part(self, name: str, topology: Topology) -> "Meeting":
+        """A place inside this one for some of the ranks.
+
+        Args:
+            name: Of the place, which no other ranks use.
+            topology: The group of those ranks.
+        """
+        store = self.store.under(lambda raw: dist.PrefixStore(name, raw))
+        return Meeting(topology, store, self._timeout, dist.PrefixStore(name, self.backend))
 
     def compare(self, what: str, record: str, text: str = "", step: int = 0) -> Groups:
         """Compare what the ranks hold; every rank gets the same answer. Collective, through the store alone.
@@ -83,8 +96,12 @@ class Meeting:
             return self._compare(what, record, text, step)
         except SyncStateError:
             raise
-        except RuntimeError as error:
+        except StoreLost as error:
             raise store_lost(what, self.topology.rank, error) from error
+        except BaseException as error:  # such as Ctrl-C; the others wait for this rank
+            text = f"{what}: rank {self.topology.rank} failed at step {max(step, 0)}: {type(error).__name__}: {error}"
+            self.board.post(Note("peer", self.topology.rank, step, text))
+            raise
 
     def _compare(self, what: str, record: str, text: str, step: int) -> Groups:
         self._round += 1
@@ -134,5 +151,7 @@ class Meeting:
             if self.store.add("departed", 1) == self.topology.world_size:
                 for key in self.store.list_keys():
                     self.store.delete_key(key)
-        except RuntimeError:  # a store that is gone needs no housekeeping
+        except StoreLost:  # a store that is gone needs no housekeeping
             return
+        finally:
+            self.store.leave()

@@ -7,12 +7,12 @@ says. A rank that hears the alarm answers a roll-call first, so that the note ca
 
 import json
 import time
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, replace
 
 from syncstate.errors import CodecError, MismatchError, PeerError, SyncStateError, SyncTimeout
+from syncstate.wire.store import Store, StoreLost, gone
 
-__all__ = ["Note", "NoteBoard", "Store"]
+__all__ = ["Note", "NoteBoard", "fit"]
 
 _CLASSES: dict[str, type[SyncStateError]] = {
     "codec": CodecError,
@@ -23,16 +23,24 @@ _CLASSES: dict[str, type[SyncStateError]] = {
 _ROLL_CALL_SECONDS = 1.0
 _NOTE_SECONDS = 3.0  # from an alarm to its note, the roll-call included
 _POLL_SECONDS = 0.01
+_NOTE_BYTES = 65536  # a store does not take a content of any length
+_CUT = "\n[...]\n"
 
 
-class Store(Protocol):
-    """What is used of `torch.distributed.Store`."""
+def fit(text: str, room: int = _NOTE_BYTES) -> str:
+    """A text that can be written down: what is no Unicode escaped, and cut in the middle if it is long.
 
-    def check(self, keys: list[str], /) -> bool: ...
-    def get(self, key: str, /) -> bytes: ...
-    def set(self, key: str, value: str, /) -> None: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+    Args:
+        text: Anything, such as the message of a user's exception.
+        room: How many bytes it may take in UTF-8.
+    """
+    data = text.encode("utf-8", "backslashreplace")
+    if len(data) > room:
+        half = (room - len(_CUT)) // 2
+        # What is left of a character that was cut through says nothing.
+        parts = [part.decode("utf-8", "ignore") for part in (data[:half], data[-half:])]
+        return _CUT.join(parts)
+    return data.decode("utf-8")
 
 
 @dataclass(frozen=True)
@@ -60,29 +68,38 @@ class NoteBoard:
     """One group's corner of the store.
 
     Args:
-        store: The store, already prefixed so that nobody else writes here; a client of its own.
+        store: The store, already prefixed so that nobody else writes here.
         rank, world_size: This process in the group.
 
     Attributes:
         lost: Why the store no longer answers; None while it does.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        self._store: Store = store
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self._store = store
         self._rank = rank
         self._world_size = world_size
         self.lost: str | None = None
 
     def alarmed(self) -> bool:
         """Whether any rank has raised the alarm. One short question to the store."""
-        return self._has("alarm")
+        try:
+            return self._store.glance("alarm")
+        except StoreLost as error:
+            self._lose(error)
+            return False
 
     def post(self, note: Note) -> Note:
-        """Leave a note and raise the alarm; returns the note that stands, which is the first that anyone left."""
+        """Leave a note and raise the alarm; returns the note that stands, which is the first that anyone left.
+
+        A long text is cut in the middle.
+        """
+        note = replace(note, text=fit(note.text))
+        self._store.hurry()
         try:
             standing = self._store.compare_set("note", "", json.dumps(asdict(note)))
             self._store.set("alarm", "1")
-        except RuntimeError as error:
+        except StoreLost as error:
             self._lose(error)
             return note
         return Note(**json.loads(standing)) if standing else note
@@ -93,16 +110,19 @@ class NoteBoard:
         Args:
             step: This rank's step.
         """
+        self._store.hurry()
         self._write("seen", step)
         end = time.monotonic() + _NOTE_SECONDS
         while True:
             try:
                 if self._store.check(["note"]):
                     return Note(**json.loads(self._store.get("note")))
-            except RuntimeError as error:
+            except StoreLost as error:
                 self._lose(error)
-            if self.lost is not None or time.monotonic() >= end:
-                return Note("peer", self._rank, step, f"another rank failed and did not say why; {self.lost or ''}")
+            if self.lost is not None:
+                return Note("peer", self._rank, step, f"another rank failed; {gone(self.lost)}")
+            if time.monotonic() >= end:
+                return Note("peer", self._rank, step, "another rank failed and did not say why")
             time.sleep(_POLL_SECONDS)
 
     def roll_call(self, step: int) -> tuple[dict[int, int], list[int]]:
@@ -113,24 +133,24 @@ class NoteBoard:
         Args:
             step: This rank's step.
         """
+        self._store.hurry()
         self._write("seen", step)
         try:
             self._store.set("alarm", "1")
-        except RuntimeError as error:
+        except StoreLost as error:
             self._lose(error)
         end = time.monotonic() + _ROLL_CALL_SECONDS
-        seen = self._steps("seen")
-        while len(seen) < self._world_size and self.lost is None and time.monotonic() < end:
+        seen, left = self._steps("seen"), self._steps("left")
+        while len(seen | left) < self._world_size and self.lost is None and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-            seen = self._steps("seen")
-        left = self._steps("left")
+            seen, left = self._steps("seen"), self._steps("left")
         return seen, [rank for rank in range(self._world_size) if rank not in seen and rank not in left]
 
     def acknowledge(self, amount: int) -> int:
         """Count an acknowledgement of this rank; returns those of all ranks, with `amount` 0 without adding one."""
         try:
             return self._store.add("acknowledged", amount)
-        except RuntimeError as error:
+        except StoreLost as error:
             self._lose(error)
             return 0
 
@@ -142,17 +162,10 @@ class NoteBoard:
         """Ranks that have signed off, and their last step."""
         return self._steps("left")
 
-    def _has(self, key: str) -> bool:
-        try:
-            return self._store.check([key])
-        except RuntimeError as error:
-            self._lose(error)
-            return False
-
     def _write(self, what: str, step: int) -> None:
         try:
             self._store.set(f"{what}/{self._rank}", str(step))
-        except RuntimeError as error:
+        except StoreLost as error:
             self._lose(error)
 
     def _steps(self, what: str) -> dict[int, int]:
@@ -161,7 +174,7 @@ class NoteBoard:
             try:
                 if self._store.check([f"{what}/{rank}"]):
                     found[rank] = int(self._store.get(f"{what}/{rank}"))
-            except RuntimeError as error:
+            except StoreLost as error:
                 self._lose(error)
                 break
         return found

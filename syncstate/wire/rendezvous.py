@@ -16,10 +16,13 @@ import torch.distributed as dist
 from syncstate.errors import PeerError, SyncStateError, SyncTimeout
 from syncstate.topology import Topology
 from syncstate.wire.meeting import HOST, Meeting, Patience, store_lost
+from syncstate.wire.notes import fit
+from syncstate.wire.store import Store, StoreLost
 
 __all__ = ["decline", "meet"]
 
 _POLL_SECONDS = 0.005
+_DECLINE_SECONDS = 5.0
 _NO_TOKEN = "-"  # no rank's token; what the store answers where there is none
 _attempts: Counter[tuple[int, ...]] = Counter()  # how often this process was to meet the ranks of a group
 
@@ -33,20 +36,28 @@ def decline(topology: Topology, text: str) -> None:
     """
     if topology.world_size > 1:
         _attempts[topology.global_ranks] += 1
-        told = {"attempt": _attempts[topology.global_ranks], "rank": topology.rank, "text": text}
-        with suppress(RuntimeError):  # nobody can be told where the store is gone
-            _base(topology).set("declined", json.dumps(told))
+        with suppress(StoreLost):  # nobody can be told where the store is gone
+            base = _base(topology, _DECLINE_SECONDS)
+            try:
+                _decline(base, topology, text)
+            finally:
+                base.leave()
 
 
-def _base(topology: Topology) -> Any:
+def _decline(store: Store, topology: Topology, text: str) -> None:
+    told = {"attempt": _attempts[topology.global_ranks], "rank": topology.rank, "text": fit(text)}
+    store.set("declined", json.dumps(told))
+
+
+def _base(topology: Topology, timeout: float) -> Store:
     default_store: Any = dist.distributed_c10d._get_default_store()
     members = "-".join(map(str, topology.global_ranks))
     if topology.world_size == dist.get_world_size():
         members = "world"
-    return dist.PrefixStore(f"syncstate/{members}", default_store.clone())
+    return Store.open(lambda: dist.PrefixStore(f"syncstate/{members}", default_store.clone()), timeout)
 
 
-def _check_declined(store: Any, topology: Topology) -> None:
+def _check_declined(store: Store, topology: Topology) -> None:
     """Raise if a rank has declined this attempt; what it said in an earlier one no longer counts."""
     told = store.compare_set("declined", _NO_TOKEN, _NO_TOKEN).decode()
     if told != _NO_TOKEN:
@@ -71,21 +82,30 @@ def meet(topology: Topology, timeout: float) -> Meeting:
     """
     _attempts[topology.global_ranks] += 1
     try:
-        base = _base(topology)
-        place, missing = _gather(base, topology, timeout) if topology.rank == HOST else _join(base, topology, timeout)
-    except SyncStateError:
-        raise
-    except RuntimeError as error:
+        base = _base(topology, timeout)
+    except StoreLost as error:
         raise store_lost("start", topology.rank, error) from error
-    if missing:
-        ranks = ("ranks " if len(missing) > 1 else "rank ") + ", ".join(map(str, missing))
-        raise SyncTimeout(
-            f"start: {ranks} did not arrive within {timeout:g} s; every rank of the group must start the engine"
-        )
-    return Meeting(topology, dist.PrefixStore(place, base), timeout)
+    try:
+        place, missing = _gather(base, topology, timeout) if topology.rank == HOST else _join(base, topology, timeout)
+        if missing:
+            ranks = ("ranks " if len(missing) > 1 else "rank ") + ", ".join(map(str, missing))
+            raise SyncTimeout(
+                f"start: {ranks} did not arrive within {timeout:g} s; every rank of the group must start the engine"
+            )
+        store = base.under(lambda raw: dist.PrefixStore(place, raw))
+        return Meeting(topology, store, timeout, store.clone())
+    except StoreLost as error:
+        base.leave()
+        raise store_lost("start", topology.rank, error) from error
+    except BaseException as error:
+        if not isinstance(error, SyncStateError):  # such as Ctrl-C; the others wait for this rank
+            with suppress(StoreLost):
+                _decline(base, topology, f"{type(error).__name__}: {error}")
+        base.leave()
+        raise
 
 
-def _join(store: Any, topology: Topology, timeout: float) -> tuple[str, list[int]]:
+def _join(store: Store, topology: Topology, timeout: float) -> tuple[str, list[int]]:
     """Ask the first rank for the place; returns it, and who did not come."""
     token = uuid.uuid4().hex
     store.set(f"want/{topology.rank}", token)
@@ -98,7 +118,7 @@ def _join(store: Any, topology: Topology, timeout: float) -> tuple[str, list[int
     return place, json.loads(_wait(store, f"{place}/missing", topology, timeout))
 
 
-def _gather(store: Any, topology: Topology, timeout: float) -> tuple[str, list[int]]:
+def _gather(store: Store, topology: Topology, timeout: float) -> tuple[str, list[int]]:
     """The first rank's side: answer tokens until every rank has come to the place."""
     place = uuid.uuid4().hex
     answered: dict[int, str] = {}
@@ -121,7 +141,7 @@ def _gather(store: Any, topology: Topology, timeout: float) -> tuple[str, list[i
     return place, sorted(absent)
 
 
-def _wait(store: Any, key: str, topology: Topology, timeout: float) -> bytes:
+def _wait(store: Store, key: str, topology: Topology, timeout: float) -> bytes:
     """The content of a key that the first rank writes; polled, so that signals get through."""
     # The first rank gives up after the same time and says who is missing; wait a little longer, to hear it.
     patience = Patience(timeout + 2.0)
@@ -132,4 +152,4 @@ def _wait(store: Any, key: str, topology: Topology, timeout: float) -> bytes:
                 f"start: rank {topology.rank} waited {timeout:g} s for rank {HOST} of the group, which did not arrive; "
                 "every rank of the group must start the engine"
             )
-    return bytes(store.get(key))
+    return store.get(key)

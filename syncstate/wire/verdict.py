@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 from syncstate.topology import Topology
 from syncstate.wire.notes import Note, NoteBoard
+from syncstate.wire.store import gone
 
-__all__ = ["Wait", "broken", "late"]
+__all__ = ["Wait", "broken", "late", "unconnected"]
 
 
 class Wait(NamedTuple):
@@ -39,45 +40,75 @@ def broken(wait: Wait, board: NoteBoard, topology: Topology, error: BaseExceptio
     # A rank that ends in good order says so before it closes its connections, and one that fails before it does.
     if board.alarmed():
         return board.hear(wait.step)
-    leavers = board.leavers()
-    if leavers:
-        left = "; ".join(f"rank {rank} ended at step {step}" for rank, step in sorted(leavers.items()))
-        reason = f"{wait}: {left}, and rank {topology.rank} goes on. To stop together, share the decision to stop"
+    _, silent = board.roll_call(wait.step)
+    left = _left(wait, board, silent)
+    who = _who(board, silent, left) or "all ranks still answer"
+    if left and not silent:
+        who += f", and rank {topology.rank} goes on. To stop together, share the decision to stop"
     else:
-        _, silent = board.roll_call(wait.step)
-        who = _silent(silent) if silent else "all ranks still answer"
-        if board.lost is not None:
-            who = (
-                "the key-value store no longer answers either, so nobody can say which rank it was; the process that "
-                "hosts the store, usually rank 0, may have died"
-            )
-        backend = str(error).split("\n", 1)[0].strip()[:160]
-        reason = f"{wait}: the connection to another rank broke; {who} (the backend says: {backend})"
-    return board.post(Note("peer", topology.rank, wait.step, reason))
+        who = f"the connection to another rank broke; {who} (the backend says: {_first_line(error)})"
+    return board.post(Note("peer", topology.rank, wait.step, f"{wait}: {who}"))
 
 
-def late(wait: Wait, board: NoteBoard, topology: Topology) -> Note:
+def unconnected(wait: Wait, board: NoteBoard, topology: Topology, error: BaseException) -> Note:
+    """The backend could not connect this rank: because others are silent, or because of something on this rank.
+
+    Args:
+        wait: What this rank waited for.
+        board: The group's notes.
+        topology: The group.
+        error: What the backend said.
+    """
+    if board.alarmed():
+        return board.hear(wait.step)
+    _, silent = board.roll_call(wait.step)
+    who = _who(board, silent, {})
+    text = f"{wait}: rank {topology.rank} could not connect{'; ' if who else ''}{who}"
+    return board.post(Note("peer", topology.rank, wait.step, f"{text} (the backend says: {_first_line(error)})"))
+
+
+def late(wait: Wait, board: NoteBoard, topology: Topology, *, computes: bool = True) -> Note:
     """The time is over: the note of a rank that knew the cause, or one that names who is silent.
 
     Args:
         wait: What this rank waited for.
         board: The group's notes.
         topology: The group.
+        computes: Whether main may have to compute first, so that its silence means little.
     """
     seen, silent = board.roll_call(wait.step)
     rank, main = topology.rank, topology.main
-    if silent:
-        who = _silent(silent)
-    else:
+    who = _who(board, silent, _left(wait, board, silent))
+    if not who:
         who = "all ranks answer: " + ", ".join(f"rank {r} at step {step}" for r, step in sorted(seen.items()))
-    hint = f"; rank {main} is the main process and computes before it sends" if main in silent else ""
+    if computes and main in silent and board.lost is None:
+        who += f"; rank {main} is the main process and computes before it sends"
     text = (
-        f"{wait}: rank {rank} waited {wait.timeout:g} s; {who}{hint}. If this is expected, give the value or the "
+        f"{wait}: rank {rank} waited {wait.timeout:g} s; {who}. If this is expected, give the value or the "
         "engine a larger timeout"
     )
     return board.post(Note("timeout", rank, wait.step, text))
 
 
-def _silent(ranks: list[int]) -> str:
-    named = ", ".join(map(str, ranks))
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {named} did not report"
+def _left(wait: Wait, board: NoteBoard, silent: list[int]) -> dict[int, int]:
+    """The ranks whose leaving can be the reason, and their last step.
+
+    One that had all that this rank waits for is not to blame where another rank is silent: that one may have died in
+    the very last sync, when others had ended already.
+    """
+    return {rank: step for rank, step in sorted(board.leavers().items()) if not silent or step < wait.step}
+
+
+def _who(board: NoteBoard, silent: list[int], left: dict[int, int]) -> str:
+    """Who is missing, as far as this rank can know; "" where nobody is."""
+    if board.lost is not None:  # then all ranks are silent
+        return f"nobody can say which rank it was, because {gone(board.lost)}"
+    told = [f"rank {rank} ended at step {step}" for rank, step in left.items()]
+    if silent:
+        named = ", ".join(map(str, silent))
+        told.append(f"{'ranks' if len(silent) > 1 else 'rank'} {named} did not report")
+    return "; ".join(told)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0].strip()[:160]

@@ -1,8 +1,8 @@
-"""Shared values on their way into data loaders."""
+"""A shared list of indices, dealt out to the ranks."""
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ class _Pass:
         self.handed_out = 0  # by this rank
         self.finished = False
 
-    def hand_out(self, shard: list[int]) -> Iterator[int]:
+    def hand_out(self, shard: list[int], begun: Callable[[], object]) -> Iterator[int]:
+        begun()
         for index in shard:
             self.handed_out += 1
             yield index
@@ -158,12 +159,12 @@ class SharedIndexSampler(DistributedSampler[int]):
     def __iter__(self) -> Iterator[int]:
         rank, replicas = self._place()
         origin, indices = self._begin()
-        self._resume = None
         self._pass = _Pass(indices, self.state.record(self.name).version, origin, replicas)
         each = self._each(self._goal(len(indices), replicas) - origin, replicas)
         dealt = torch.arange(each) * replicas + (origin + rank)
         # The remainder deals the beginning of the list again where padding is needed.
-        return self._pass.hand_out(self._order(indices)[dealt % max(1, len(indices))].tolist())
+        shard = self._order(indices)[dealt % max(1, len(indices))].tolist()
+        return self._pass.hand_out(shard, self._begun)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch for `shuffle`. Another epoch than the present one begins with the whole list."""
@@ -182,16 +183,16 @@ class SharedIndexSampler(DistributedSampler[int]):
         if current is None:
             return dict(self._resume) if self._resume is not None else {"epoch": self.epoch, "consumed": 0}
         if position is None:
-            position = 0 if current.finished else current.handed_out
-            origin = 0 if current.finished else current.origin
-        else:
-            position, origin = whole(type(self).__name__, "position", position, 0), current.origin
-        saved: dict[str, Any] = {"epoch": self.epoch, "consumed": origin + position * current.num_replicas}
+            if current.finished:
+                return {"epoch": self.epoch, "consumed": 0}
+            position = current.handed_out
+        position = whole(type(self).__name__, "position", position, 0)
+        saved: dict[str, Any] = {"epoch": self.epoch, "consumed": current.origin + position * current.num_replicas}
         if saved["consumed"]:
             saved["digest"] = digest_tensor(current.indices).hex()
-            if current.version != self.state.record(self.name).version:
-                # The engine's checkpoint holds the newer list; this epoch goes on with the older.
-                saved["indices"] = current.indices.clone()
+        if current.version != self.state.record(self.name).version:
+            # The engine's checkpoint holds the newer list; this epoch goes on with the older.
+            saved["indices"] = current.indices.clone()
         return saved
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -204,7 +205,8 @@ class SharedIndexSampler(DistributedSampler[int]):
             raise ConfigError(f"{type(self).__name__}: the saved state has no {' and no '.join(missing)}")
         super().set_epoch(whole(type(self).__name__, "epoch", state["epoch"], 0))
         self._pass = None
-        self._resume = dict(state) if whole(type(self).__name__, "consumed", state["consumed"], 0) else None
+        place = whole(type(self).__name__, "consumed", state["consumed"], 0)
+        self._resume = dict(state) if place or "indices" in state else None
 
     def _place(self) -> tuple[int, int]:
         """The shard and the number of shards."""
@@ -269,6 +271,11 @@ class SharedIndexSampler(DistributedSampler[int]):
             f"{type(self).__name__}: the saved place is in another list than value {self.name!r} "
             f"({self.state.text(self.name)}) holds now; restore the engine's state too, before the loader is iterated"
         )
+
+    def _begun(self) -> None:
+        # Not in __iter__: a loader with workers makes two iterators where this sampler gives it whole batches, and uses
+        # the second.
+        self._resume = None
 
     def _order(self, indices: torch.Tensor) -> torch.Tensor:
         if not self.shuffle:

@@ -1,0 +1,282 @@
+"""What is on its way: launched, waited for, and brought into force at the step that was declared."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from syncstate.loop.batch import Batch
+from syncstate.loop.entry import Entry
+from syncstate.loop.exchange import MOST_IN_FLIGHT, concluded
+from syncstate.loop.flight import Flight
+from syncstate.loop.payload import Contents
+from syncstate.loop.side import Side
+from syncstate.loop.sources import Failure
+from syncstate.loop.stats import Stats
+from syncstate.state import SharedState
+from syncstate.wire.codec import encode
+
+__all__ = ["Flights"]
+
+
+class Flights:
+    """The flights of a run, oldest first.
+
+    Args:
+        state: The values.
+        entries: Those of the plan.
+        sides: Scope -> the group that shares its values.
+        flights: What is on its way since an earlier run of the same engine; goes on in this one.
+        stats: Where syncs are counted.
+    """
+
+    def __init__(
+        self,
+        state: SharedState,
+        entries: Iterable[Entry],
+        sides: Mapping[str, Side],
+        flights: list[Flight],
+        stats: Stats,
+    ) -> None:
+        self._state = state
+        self._entries = {entry.name: entry for entry in entries}
+        self._sides = sides
+        self._stats = stats
+        self._flights = flights
+        self._flying: list[Flight] = []  # those on the wire
+        self._recount()
+
+    def __bool__(self) -> bool:
+        return bool(self._flights)
+
+    def _recount(self) -> None:
+        """Main: what was computed and is not in force yet, from what is on its way."""
+        for name in self._state.names:
+            self._state.record(name).ahead.clear()
+        for flight in self._flights:
+            for name in list(flight.pending):
+                entry = self._entries.get(name)
+                if entry is None or flight.values is None:
+                    flight.drop([name])
+                else:
+                    if self._sides[entry.scope].topology.is_main:
+                        entry.record.ahead.append(flight.values[name])
+                    if entry.rhythm is not None:
+                        entry.rhythm.wait()
+        self._flights[:] = [flight for flight in self._flights if flight.pending]
+
+    def next_step(self, seen: int) -> float:
+        """The step before which nothing that is on its way needs a call."""
+        if self._flying:
+            return seen + 1  # what is behind a frame can be posted when the frame has come
+        return min((flight.apply_at for flight in self._flights), default=float("inf"))
+
+    def hold_back(self, fields: dict[str, Any], values: Mapping[str, Any]) -> None:
+        """Values that are here, and come into force when their lag is over.
+
+        Args:
+            fields: What their contexts have in common.
+            values: By name.
+        """
+        entries = [self._entries[name] for name in values]
+        flight = Flight(fields, {entry.name: fields["step"] + entry.lag for entry in entries})
+        flight.values = dict(values)
+        self._flights.append(flight)
+        if fields["is_main"]:
+            for entry in entries:
+                entry.record.ahead.append(values[entry.name])
+
+    # Launches
+
+    def collect(self, side: Side, entries: Sequence[Entry], fields: dict[str, Any]) -> None:
+        """Post what this rank collects; main computes with it in the first call of a later step."""
+        flight = self._flight(side, entries, fields)
+        line = side.exchange.asynchronous
+        flight.stamp = line.stamp(_of(flight), fields)
+        flight.collection = side.exchange.collect(line, _of(flight), flight.stamp, fields)
+
+    def launch(self, side: Side, entries: Sequence[Entry], fields: dict[str, Any]) -> None:
+        """Compute on main and post it; post its receipt elsewhere."""
+        flight = self._flight(side, entries, fields)
+        flight.stamp = side.exchange.asynchronous.stamp(_of(flight), fields)
+        self._depart(side, flight)
+
+    def _flight(self, side: Side, entries: Sequence[Entry], fields: dict[str, Any]) -> Flight:
+        while len(self._flying) >= MOST_IN_FLIGHT:
+            self._await(self._flying[0])
+        batch = side.batch(entries)
+        if not batch.largest:  # what is in force is the same on all ranks, and so is its size
+            sent = [e.record.sent for e in batch.entries if not e.definition.scattered]
+            batch.largest = len(encode(sent, allow_pickle=self._state.allow_pickle))
+        flight = Flight(fields, {entry.name: fields["step"] + entry.lag for entry in entries})
+        flight.batch = batch
+        for rhythm in batch.rhythms:
+            rhythm.wait()
+        self._flights.append(flight)
+        self._flying.append(flight)
+        return flight
+
+    def _depart(self, side: Side, flight: Flight) -> None:
+        begun, batch = time.monotonic(), _of(flight)
+        collected = flight.collection.finish() if flight.collection is not None else None
+        line, stamp = side.exchange.asynchronous, flight.stamp
+        if stamp is None:
+            return
+        flight.passage = side.exchange.depart(line, batch, stamp, flight.fields, collected)
+        result = flight.passage.result
+        if isinstance(result, Contents) and flight.fields["is_main"]:
+            for record, value in zip(batch.records, result.values, strict=True):
+                record.ahead.append(value)
+        for rhythm in batch.rhythms:
+            rhythm.spend(time.monotonic() - begun)
+
+    # Arrivals
+
+    def arrive(self, place: Mapping[str, Any]) -> tuple[tuple[str, ...], Failure | None]:
+        """Let what was collected go on its way, and bring into force what is due now.
+
+        Args:
+            place: `step`, `model` and `host` of this call.
+
+        Returns:
+            The names that came into force, and why others did not.
+        """
+        step: int = place["step"]
+        self._depart_collected(before=step)
+        self._advance()
+        names: tuple[str, ...] = ()
+        failure: Failure | None = None
+        for flight in list(self._flights):
+            mine = flight.due(step)
+            if not mine:
+                continue
+            self._await(flight)
+            if flight.batch is not None:  # here and not when it came, which is another call on each rank
+                flight.batch.largest = max(flight.batch.largest, flight.room)
+                flight.batch = None
+            if flight.failure is not None:
+                failure = flight.failure.joined(failure)
+                self._announce(flight, list(flight.pending))
+                flight.pending.clear()
+            else:
+                self._bring(flight, mine, place, step)
+                names += tuple(mine)
+        self._flights[:] = [flight for flight in self._flights if flight.pending]
+        return names, failure
+
+    def _depart_collected(self, before: float = float("inf")) -> None:
+        """Let what was collected before a step go on its way; every rank does it in the same call."""
+        for flight in self._flying:
+            if flight.passage is None and flight.step < before:
+                self._depart(self._side(flight), flight)
+
+    def _advance(self) -> None:
+        """Post what is behind frames that have come, in the order of the frames."""
+        for flight in self._flying:
+            if flight.passage is None or not flight.passage.advance():
+                return
+
+    def _await(self, flight: Flight) -> None:
+        """Wait until a flight has arrived, and all before it: bodies are posted in the order of their frames."""
+        while flight in self._flying:
+            self._land(self._flying[0])
+
+    def _land(self, flight: Flight) -> None:
+        begun, batch, side = time.monotonic(), _of(flight), self._side(flight)
+        if flight.passage is None:
+            self._depart(side, flight)
+        passage = flight.passage
+        if passage is None:
+            return
+        result = passage.finish()
+        if flight.collection is not None:
+            result = concluded(result, flight.collection)
+        self._flying.remove(flight)
+        flight.room = passage.room
+        if isinstance(result, Failure):
+            flight.failure = result
+        else:
+            flight.values = dict(zip(batch.names, result.values, strict=True))
+            told = zip(batch.rhythms, result.intervals, strict=True)
+            by_rhythm = {id(rhythm): interval for rhythm, interval in told}
+            flight.intervals = {e.name: by_rhythm[id(e.rhythm)] for e in batch.entries if e.rhythm is not None}
+        flight.passage = flight.collection = flight.stamp = None
+        seconds = time.monotonic() - begun
+        for rhythm in batch.rhythms:
+            rhythm.spend(seconds)
+        failed = (result.names or batch.names) if isinstance(result, Failure) else ()
+        self._stats.count(batch.names, failed, seconds)
+
+    def _bring(self, flight: Flight, names: list[str], place: Mapping[str, Any], step: int) -> None:
+        """Values that have arrived come into force."""
+        side = self._side(flight)
+        entries = [self._entries[name] for name in names]
+        values = flight.values or {}
+        fields = {**flight.fields, "model": place["model"], "host": place["host"]}
+        self._announce(flight, names)
+        side.holder.put(side.batch(entries), [values[name] for name in names], fields, step, urgent=False)
+        flight.drop(names)
+
+    def _announce(self, flight: Flight, names: Iterable[str]) -> None:
+        """The next points of these values are known now."""
+        for name in names:
+            entry = self._entries[name]
+            if entry.rhythm is not None:
+                entry.rhythm.follow(flight.step, flight.intervals.get(name))
+                entry.record.announced = entry.rhythm.announced
+
+    def drain(self) -> None:
+        """Wait until everything that is on its way is here. Nothing comes into force early. Collective."""
+        self._depart_collected()
+        while self._flying:
+            self._land(self._flying[0])
+
+    def bring_home(self) -> None:
+        """Before a checkpoint: what is on its way, as far as this rank can know it without a call of the others."""
+        for flight in list(self._flying):
+            if flight.passage is not None or flight.fields["is_main"]:
+                self._await(flight)
+            else:
+                return
+
+    def supersede(self, names: Iterable[str]) -> None:
+        """Values that are about to be computed anew: what is on its way, and has arrived, counts as having been."""
+        wanted = set(names)
+        for flight in self._flights:
+            mine = [name for name in flight.pending if name in wanted and flight.values is not None]
+            for name in mine:
+                record = self._entries[name].record
+                record.put((flight.values or {})[name], (flight.step, flight.step), record.version + 1)
+                if record.ahead:
+                    record.ahead.pop(0)
+            self._announce(flight, mine)
+            flight.drop(mine)
+        self._flights[:] = [flight for flight in self._flights if flight.pending]
+
+    def failures(self) -> Failure | None:
+        """Failures that have arrived, and whose step has not; they leave with this."""
+        failure: Failure | None = None
+        for flight in self._flights:
+            failure = flight.failure.joined(failure) if flight.failure is not None else failure
+        self._flights[:] = [flight for flight in self._flights if flight.failure is None]
+        return failure
+
+    def restore(self, flights: Iterable[Flight]) -> None:
+        """Go on with what was on its way when a checkpoint was written."""
+        self._flights[:] = flights
+        self._recount()
+
+    def abandon(self) -> None:
+        """The run has ended in a failure: nothing that is on its way comes into force."""
+        self._flights.clear()
+        self._flying.clear()
+        self._recount()
+
+    def _side(self, flight: Flight) -> Side:
+        return self._sides[self._entries[next(iter(flight.pending))].scope]
+
+
+def _of(flight: Flight) -> Batch:
+    """The batch of a flight that is on the wire."""
+    if flight.batch is None:
+        raise RuntimeError("a flight that has arrived is on the wire no more")
+    return flight.batch
