@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from syncstate.context import Context
     from syncstate.engine import SyncEngine
+    from syncstate.resync import ParameterResync
     from syncstate.schedule import At, Every, Once
     from syncstate.spec import TensorSpec
     from syncstate.state import SharedState
 
 __version__ = "0.1.0"
-__all__ = ["At", "Context", "Every", "Once", "SharedState", "SyncEngine", "TensorSpec"]
+__all__ = ["At", "Context", "Every", "Once", "ParameterResync", "SharedState", "SyncEngine", "TensorSpec"]
 
 _HOME = {
     "At": "schedule",
     "Context": "context",
     "Every": "schedule",
     "Once": "schedule",
+    "ParameterResync": "resync",
     "SharedState": "state",
     "SyncEngine": "engine",
     "TensorSpec": "spec",

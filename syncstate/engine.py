@@ -8,11 +8,9 @@ from os import PathLike
 from typing import Any
 
 from syncstate.errors import ConfigError, PeerError, SyncStateError
-from syncstate.loop.agenda import Agenda
 from syncstate.loop.checkpoint import Restored, parse, snapshot
 from syncstate.loop.flight import Flight
 from syncstate.loop.options import Options
-from syncstate.loop.refresh import Result
 from syncstate.loop.run import LOOK_SECONDS, Run, decline_start
 from syncstate.loop.stats import Stats
 from syncstate.schedule import Every, Schedule, whole
@@ -35,14 +33,19 @@ class SyncEngine:
         group: A `ProcessGroup`, a one-dimensional `DeviceMesh`, `"single"`, or None for the world.
         main: Global rank of the main process; None for the group's first.
         timeout: Seconds (or a `timedelta`) that a sync may take, unless a value says otherwise.
-        frame_bytes: Size of the message that every sync sends: a multiple of 64, at least 1024. A larger payload takes
-            a second message.
+        frame_bytes: Size of a sync's message: a multiple of 64, at least 1024. A larger payload takes a second one.
         max_bytes: No payload is larger, and no receiver allocates more.
         on_error: `"raise"`, or `"keep"`: a source that fails is logged and counted, and the old value stays.
         config: A mapping that all ranks must share; the error of `start` names the first keys that differ.
-        scope, async_op, lag, resync: Not available yet; leave them out.
+        scope: `"world"`, or `"node"`: values are computed and shared on each node by itself.
+        async_op: Let training go on while values travel. Those of epochs, and those computed once, are waited for.
+        lag: Steps from the step at which a value is computed to the step at which it comes into force, on every rank.
+            None is 0, and 1 for asynchronous values (2 for those that collect).
+        resync: A `ParameterResync`, or a list of them, to run by their schedules after the values of a step.
         verify_values: Compare a digest of each value that comes into force across ranks; for debugging, it is slow.
         events: A callable that every rank calls with each event, or a path to which main appends JSON lines.
+
+    `scope`, `async_op`, `lag`, `timeout` and `every` are defaults that each value may overrule.
 
     Raises:
         ConfigError: An impossible setting.
@@ -90,25 +93,18 @@ class SyncEngine:
         self.host: Any = None
         self.model: Any = None
         self._run: Run | None = None
-        self._agenda = Agenda(())
         self._flights: list[Flight] = []
         self._restored: Restored | None = None
         self._started = self._tried = False
-        self._is_main = True
         # What the fast path of `step` compares with; no thread has the number 0.
         self._seen_step, self._seen_epoch, self._next_step = -1, -1, -1.0
         self._thread, self._look_at = 0, 0.0
 
     def open(self) -> None:
-        """Meet the other ranks, compare plans and make the private group. Collective; `start` does it if not called.
-
-        Raises `MismatchError` where plans differ, `SyncTimeout` where a rank does not come; it can be tried again.
-        """
+        """Meet the other ranks, compare plans and make the private groups; can be tried again. Collective."""
         self._tried = True
         if self._run is None or self._run.ended is not None:
             self._run, self._started = Run(self.state, self._options, self._flights, self.stats), False
-            self._agenda = Agenda(self._run.plan.entries)
-            self._is_main = self._run.topology.is_main
 
     def start(self, step: int = 0, epoch: int | None = 0) -> tuple[str, ...]:
         """Begin, or begin again, at a step: restore what was loaded and compute what is due. Collective.
@@ -132,7 +128,7 @@ class SyncEngine:
             self._restored = None  # not before: a start that fails is tried again with the same checkpoint
             self._seen_step, self._seen_epoch = seen
         epoch = max(self._seen_epoch, 0) if epoch is None else epoch
-        due = self._agenda.due_at_start((self._seen_step, self._seen_epoch), step, epoch)
+        due = run.agenda.due_at_start((self._seen_step, self._seen_epoch), step, epoch)
         self._thread = 0
         result = run.step("start", due, self._place(step, epoch))
         if result.failure is None or result.failure.kept(self._options.on_error):
@@ -140,7 +136,7 @@ class SyncEngine:
             for entry in due:
                 entry.again = False
             self._see(run, step, epoch)
-        return self._conclude(result)
+        return result.conclude(self._options.on_error)
 
     def step(self, step: int, epoch: int | None = None) -> tuple[str, ...]:
         """Tell the engine where training is; refreshes what is due. Every rank calls it at the same steps.
@@ -177,11 +173,11 @@ class SyncEngine:
                 f"step({step}, {now}): the engine has already seen step {self._seen_step} of epoch {self._seen_epoch}; "
                 "steps and epochs never go back, call start(step, epoch) to begin again"
             )
-        run, due = self._opened("step"), self._agenda.due(step, now)
+        run = self._opened("step")
         self._thread = 0  # until the call is over, so that one from inside a source takes the slow path and is refused
-        result = run.step("step", due, self._place(step, now))
+        result = run.step("step", run.agenda.due(step, now), self._place(step, now))
         self._see(run, step, now)
-        return self._conclude(result)
+        return result.conclude(self._options.on_error)
 
     def sync(self, *names: str) -> tuple[str, ...]:
         """Refresh values now, whatever their schedules say. Collective: every rank asks for the same ones.
@@ -192,18 +188,14 @@ class SyncEngine:
         Returns:
             The names of the values that came into force. Raises what `step` raises.
         """
-        known = self.state.names
-        for name in names:
-            if name not in known:
-                raise ConfigError(f"sync: no shared value {name!r}; there are {', '.join(known) or 'none'}")
         run = self._opened("sync")
         if not self._started and run.ended is None:
             raise ConfigError("sync: the engine has not started; call start(step, epoch) first")
-        due = run.plan.named(names or known)
+        due = run.plan.named(names or self.state.names)
         self._thread = 0
         result = run.sync("sync", due, self._place(self._seen_step, self._seen_epoch))
         self._see(run, self._seen_step, self._seen_epoch)
-        return self._conclude(result)
+        return result.conclude(self._options.on_error)
 
     def _opened(self, call: str) -> Run:
         if self._run is None:
@@ -214,16 +206,10 @@ class SyncEngine:
         return {"step": step, "epoch": epoch, "model": self.model, "host": self.host}
 
     def _see(self, run: Run, step: int, epoch: int) -> None:
-        self._agenda.see(step, epoch)
+        run.agenda.see(step, epoch)
         self._seen_step, self._seen_epoch = step, epoch
-        self._next_step = min(self._agenda.next_step, run.next_step(step))
+        self._next_step = min(run.agenda.next_step, run.next_step(step))
         self._thread, self._look_at = run.thread, time.monotonic() + LOOK_SECONDS
-
-    def _conclude(self, result: Result) -> tuple[str, ...]:
-        """Say which values came into force, or raise the failure that all ranks see."""
-        if result.failure is not None:
-            result.failure.conclude(self._options.on_error)
-        return result.names
 
     def inspect(self) -> str:
         """A table of who holds what, a line for each value, equal ranks together. Collective; for debugging."""
@@ -231,9 +217,8 @@ class SyncEngine:
 
     def drain(self) -> None:
         """Wait until everything that is in flight has arrived; nothing comes into force early. Every rank calls it."""
-        run = self._run
-        if run is not None and run.ended is None:
-            run.drain(self._seen_step)
+        if self._run is not None and self._run.ended is None:
+            self._run.drain(self._seen_step)
 
     def abort(self, reason: str) -> None:
         """End the engine on all ranks: the others raise `PeerError` with the reason at their next call."""
@@ -265,9 +250,8 @@ class SyncEngine:
             ComputeError, MismatchError: Main could not compute a value that was in flight.
         """
         run, step = self._leaving("close")
-        failure = None if run is None else run.close(step)
-        if failure is not None:
-            failure.conclude(self._options.on_error)
+        if run is not None:
+            run.close(step).conclude(self._options.on_error)
 
     def _leaving(self, call: str | None = None) -> tuple[Run | None, int]:
         """The run, if it has not ended; a call from inside a source or another thread is refused."""
@@ -281,15 +265,12 @@ class SyncEngine:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.leave(error)
+        self.close() if error is None else self.leave(error)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._run is not None and self._run.ended is None:
             raise ConfigError("an engine cannot be pickled while it runs; close it first")
-        return self.__dict__ | {"_run": None, "_agenda": Agenda(()), "_flights": []}
+        return self.__dict__ | {"_run": None, "_flights": []}
 
     @property
     def seen(self) -> tuple[int, int]:
@@ -305,8 +286,8 @@ class SyncEngine:
             return dict(self._restored.content)
         if self._run is not None and self._run.ended is None and self._flights:
             self._run.bring_home(self._seen_step)
-        seen = (self._seen_step, self._seen_epoch)
-        return snapshot(self.state, seen, self._flights, scope=self._options.scope, is_main=self._is_main)
+        is_main = self._run is None or self._run.topology.is_main
+        return snapshot(self.state, self.seen, self._flights, scope=self._options.scope, is_main=is_main)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` returned in an earlier run; it comes into force in `start`. Never communicates.

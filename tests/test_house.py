@@ -37,9 +37,9 @@ ROWS = (
 HEIGHT = {room: height for height, row in enumerate(ROWS) for room in row}
 
 PUBLIC = {
-    "syncstate": {"SharedState", "SyncEngine", "Every", "At", "Once", "Context", "TensorSpec"},
-    "syncstate.values": {"Seed", "SampledIndices", "CurriculumThreshold"},
-    "syncstate.samplers": {"SharedIndexSampler"},
+    "syncstate": {"SharedState", "SyncEngine", "Every", "At", "Once", "Context", "TensorSpec", "ParameterResync"},
+    "syncstate.values": {"Seed", "SampledIndices", "CurriculumThreshold", "Decision", "RunInfo"},
+    "syncstate.samplers": {"SharedIndexSampler", "SharedBatchSampler", "SharedDataset"},
     "syncstate.errors": {
         *("SyncStateError", "ConfigError", "NotReady", "CodecError", "ComputeError"),
         *("MismatchError", "SyncTimeout", "PeerError", "DriftError"),

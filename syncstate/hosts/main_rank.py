@@ -22,7 +22,7 @@ def check_saved_by_rank_0(host: str, state: SharedState, group: Any, main: int |
         ConfigError: A source with a state of its own computes elsewhere than on rank 0.
     """
     definitions = [state.definition(name) for name in state.names]
-    stateful = [definition.name for definition in definitions if definition.checkpoint and definition.stateful]
+    stateful = [definition.name for definition in definitions if definition.kept("world") and definition.stateful]
     if not stateful or world_size == 1:
         return
     topology = find_topology(group, main)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from syncstate.loop.chore import Chore
 from syncstate.loop.entry import Entry
 from syncstate.loop.rhythm import Rhythm
 from syncstate.schedule import Schedule
@@ -17,7 +18,7 @@ class _Group:
 
     __slots__ = ("entries", "epochs", "next", "rhythm", "schedule")
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: Entry | Chore) -> None:
         self.schedule = entry.schedule
         self.rhythm = entry.rhythm
         self.entries = [entry]
@@ -43,7 +44,7 @@ class Agenda:
         next_step: Before this step nothing is due while the epoch stays.
     """
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[Entry | Chore]) -> None:
         self._entries = entries
         groups: dict[Schedule | Rhythm, _Group] = {}
         self._group_of: dict[str, _Group] = {}
@@ -57,7 +58,7 @@ class Agenda:
         self._groups = list(groups.values())
         self.next_step = _NEVER
 
-    def due_at_start(self, seen: tuple[int, int], step: int, epoch: int) -> list[Entry]:
+    def due_at_start(self, seen: tuple[int, int], step: int, epoch: int) -> list[Entry | Chore]:
         """What a start at this point serves: points since what was seen, and values that were never computed.
 
         Args:
@@ -72,7 +73,7 @@ class Agenda:
         return [entry for entry in self._entries if entry.again or self._hit(entry, seen, step, epoch, back)]
 
     @staticmethod
-    def _hit(entry: Entry, seen: tuple[int, int], step: int, epoch: int, back: bool) -> bool:
+    def _hit(entry: Entry | Chore, seen: tuple[int, int], step: int, epoch: int, back: bool) -> bool:
         schedule, rhythm = entry.schedule, entry.rhythm
         if rhythm is not None:
             return rhythm.due <= step or (not entry.record.version and rhythm.schedule.start <= step)
@@ -85,7 +86,7 @@ class Agenda:
             following = schedule.next_after(last)
         return following is not None and following <= now
 
-    def due(self, step: int, epoch: int) -> list[Entry]:
+    def due(self, step: int, epoch: int) -> list[Entry | Chore]:
         """What a step or a turn of the epoch makes due, in the plan's order."""
         due = [group for group in self._groups if group.next <= (epoch if group.epochs else step)]
         if len(due) < 2:

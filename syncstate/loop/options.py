@@ -4,14 +4,26 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from syncstate.definition import check_schedule
 from syncstate.errors import ConfigError
 from syncstate.schedule import Every, Schedule
 from syncstate.transport import Transport, check_transport, seconds
 
-__all__ = ["Options"]
+__all__ = ["Options", "Resync"]
+
+
+class Resync(Protocol):
+    """What an engine knows of a `ParameterResync`."""
+
+    every: Schedule
+    host_model: Any
+
+    def agreed(self) -> dict[str, Any]: ...
+    def bind(self, topology: Any, channel: Any, meeting: Any, timeout: float, *, group: Any, model: Any) -> None: ...
+    def unbind(self, *, abrupt: bool) -> None: ...
+    def run(self, step: int) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -19,7 +31,7 @@ class Options:
     """The keyword arguments of `SyncEngine`, where they are explained.
 
     Raises:
-        ConfigError: An impossible setting, or one that is not available yet.
+        ConfigError: An impossible setting.
     """
 
     every: Schedule = field(default_factory=lambda: Every(steps=100))
@@ -47,8 +59,7 @@ class Options:
             seconds("engine", self.timeout)
         transport = check_transport("engine", self.async_op, self.lag, self.scope, self.timeout)
         object.__setattr__(self, "transport", transport)
-        if self.resync is not None:
-            raise ConfigError(f"engine: resync={self.resync!r} is not available yet; leave it out")
+        object.__setattr__(self, "resync", check_resyncs(self.resync))
         if not isinstance(self.verify_values, bool):
             raise ConfigError(f"engine: verify_values must be true or false, got {self.verify_values!r}")
         self._check_whole("seed", None)
@@ -83,3 +94,20 @@ class Options:
     def agreed(self) -> dict[str, Any]:
         """What must be the same on all ranks, because it decides what is sent or raised."""
         return {key: getattr(self, key) for key in ("seed", "frame_bytes", "max_bytes", "on_error", "verify_values")}
+
+
+def check_resyncs(given: Any) -> tuple[Resync, ...]:
+    """What a user gave as `resync`, as a tuple.
+
+    Raises:
+        ConfigError: Something else than a `ParameterResync` or a sequence of them.
+    """
+    if given is None:
+        return ()
+    resyncs = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    for resync in resyncs:
+        if not all(hasattr(resync, name) for name in ("every", "agreed", "bind", "unbind", "run")):
+            raise ConfigError(f"engine: resync must be a ParameterResync or a list of them, got {resync!r}")
+    if len({id(resync) for resync in resyncs}) < len(resyncs):
+        raise ConfigError("engine: resync names one ParameterResync twice")
+    return resyncs

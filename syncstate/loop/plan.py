@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from syncstate.digest import digest_text
+from syncstate.errors import ConfigError
 from syncstate.loop.difference import plan_text
 from syncstate.loop.entry import Entry
 from syncstate.loop.options import Options
@@ -33,14 +34,19 @@ class Plan:
         content: dict[str, Any] = {
             "engine": {**options.agreed(), **more},
             "values": {entry.name: entry.described(state.allow_pickle) for entry in self.entries},
+            "resync": {str(number): resync.agreed() for number, resync in enumerate(options.resync)},
             "config": options.config or {},
         }
         self.text = plan_text(content)
         self.digest = digest_text(self.text)
 
     def named(self, names: Iterable[str]) -> list[Entry]:
-        """The entries with these names, in the plan's order."""
+        """The entries with these names, in the plan's order. Raises ConfigError for one that it does not have."""
         wanted = set(names)
+        unknown = sorted(wanted - {entry.name for entry in self.entries})
+        if unknown:
+            known = ", ".join(entry.name for entry in self.entries) or "none"
+            raise ConfigError(f"sync: no shared value {unknown[0]!r}; there are {known}")
         return [entry for entry in self.entries if entry.name in wanted]
 
 

@@ -32,6 +32,12 @@ class Result(NamedTuple):
     names: tuple[str, ...]
     failure: Failure | None = None
 
+    def conclude(self, on_error: str) -> tuple[str, ...]:
+        """Say which values came into force, or raise the failure that all ranks see."""
+        if self.failure is not None:
+            self.failure.conclude(on_error)
+        return self.names
+
 
 class Refresh:
     """Refreshes values of a state.

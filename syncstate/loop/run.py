@@ -10,7 +10,9 @@ from typing import Any
 
 from syncstate.errors import ConfigError, PeerError, SyncStateError
 from syncstate.events import open_sink
+from syncstate.loop.agenda import Agenda
 from syncstate.loop.checkpoint import Restored
+from syncstate.loop.chore import Chore, bind_all
 from syncstate.loop.compare import table, verify
 from syncstate.loop.entry import Entry
 from syncstate.loop.flight import Flight
@@ -19,7 +21,7 @@ from syncstate.loop.options import Options
 from syncstate.loop.plan import Plan
 from syncstate.loop.refresh import Refresh, Result
 from syncstate.loop.resume import resume
-from syncstate.loop.sources import Failure, describe
+from syncstate.loop.sources import describe
 from syncstate.loop.stats import Stats
 from syncstate.state import SharedState
 from syncstate.topology import find_topology
@@ -53,7 +55,7 @@ class Run:
         ConfigError: The group or the main process is impossible, or another engine has the state.
 
     Attributes:
-        topology, plan: As their classes say.
+        topology, plan, agenda: As their classes say.
         thread: The thread that made the run, the only one that may call the engine.
         synced: Whether any value was refreshed.
         busy: Whether a collective part is running.
@@ -82,10 +84,13 @@ class Run:
             raise
         try:
             self._opened = open_sides(state, self.plan, self.topology, options)
+            chores = bind_all(options.resync, self._opened, options.group)
         except BaseException:
             state._claim(False)
             raise
+        self.agenda = Agenda([*self.plan.entries, *chores])
         self._channel = self._opened.channels[0]
+        self._resyncs = options.resync
         self._refresh = Refresh(state, self.plan.entries, self._opened.sides, flights, stats)
         self.event("open", world_size=self.topology.world_size)
 
@@ -101,12 +106,12 @@ class Run:
         with _Part(self, "start", 0):
             return resume(self._opened, self.plan.entries, self._state, self._refresh, loaded)
 
-    def step(self, call: str, due: Sequence[Entry], place: Mapping[str, Any]) -> Result:
+    def step(self, call: str, due: Sequence[Entry | Chore], place: Mapping[str, Any]) -> Result:
         """Bring into force what has arrived, and refresh what is due; once a second, hear of failures on other ranks.
 
         Args:
             call: The engine's method, for messages.
-            due: Which values.
+            due: Which values and resyncs.
             place: `step`, `epoch`, `model` and `host` of the contexts.
 
         Returns:
@@ -118,9 +123,14 @@ class Run:
         """
         with _Part(self, call, place["step"]):
             self._look(place["step"])
-            result = self._refresh.step(due, place)
-            self._check(result, bool(due), place["step"])
-        self._report(result, due, place)
+            values = [one for one in due if isinstance(one, Entry)]
+            result = self._refresh.step(values, place)
+            self._check(result, bool(values), place["step"])
+            reports = [one.run(place, self._opened) for one in due if isinstance(one, Chore)]
+        self._report(result, values, place)
+        for report in reports:
+            drifted = [drift.name for drift in report.drifted]
+            self.event("resync", step=place["step"], drifted=drifted, bytes_sent=report.bytes_sent)
         return result
 
     def sync(self, call: str, due: Sequence[Entry], place: Mapping[str, Any]) -> Result:
@@ -191,17 +201,19 @@ class Run:
         self.ended = error if isinstance(error, Exception) else PeerError(f"the engine ended at step {step}: {told}")
         self._refresh.flights.abandon()
         self._state._claim(False)
+        for resync in self._resyncs:
+            resync.unbind(abrupt=True)
         self._opened.close(abrupt=True)
         self.event("ended", step=step, error=told)
         if self._channel.lost is not None:
             return store_lost(f"step {step}", self.topology.rank, self._channel.lost)
         return None if note.rank == self.topology.rank else note.error()
 
-    def close(self, step: int) -> Failure | None:
+    def close(self, step: int) -> Result:
         """Leave in good order: everything on its way arrives, all ranks could apply what they received, sign off.
 
         Returns:
-            A failure that was on its way, and that nobody has seen.
+            A failure that was on its way and that nobody has seen, if there is one.
         """
         with _Part(self, "close", step):
             note = self._channel.news(step)
@@ -213,9 +225,11 @@ class Run:
             channel.sign_off(step)
         self.ended = ConfigError("the engine is closed; call start(step, epoch) to begin again")
         self._state._claim(False)
+        for resync in self._resyncs:
+            resync.unbind(abrupt=False)
         self._opened.close(abrupt=False)
         self.event("close", step=step)
-        return self._refresh.flights.failures()
+        return Result((), self._refresh.flights.failures())
 
     @property
     def mine(self) -> bool:

@@ -75,7 +75,7 @@ class SharedDataset(Dataset[Any]):
         self.dataset = dataset
 
     def __getitem__(self, index: Any) -> Any:
-        if type(index) is list:  # a whole batch, from a loader with batch_size=None
+        if isinstance(index, list):  # a whole batch, from a loader with batch_size=None
             return self.dataset[SharedBatch(map(unwrap, index), find_stamp(index))]
         return self.dataset[unwrap(index)]
 

@@ -140,6 +140,11 @@ class SharedIndexSampler(DistributedSampler[int]):
         return len(self)
 
     @property
+    def fixed(self) -> bool:
+        """Whether `num_samples` was given, so that the length does not change with the list."""
+        return self._num_samples is not None
+
+    @property
     def total_size(self) -> int:  # type: ignore[override]
         """Indices of all ranks in an epoch, padding included."""
         return len(self) * self.num_replicas

@@ -6,7 +6,7 @@ from typing import Any
 
 from syncstate.errors import ConfigError
 from syncstate.samplers.reader import Reader
-from syncstate.samplers.stamps import Stamp, stamp_index
+from syncstate.samplers.stamps import Stamp, stamp_indices
 
 __all__ = ["History", "Walk"]
 
@@ -98,7 +98,7 @@ class Walk:
             self._stamp = Stamp(packed, allow_pickle)
             if len(self._first) < self._kept:
                 self._first.append(self._stamp)
-        stamped = [stamp_index(index, self._stamp) for index in _indices(batch)]
+        stamped = stamp_indices(_indices(batch), self._stamp)
         self.batches += 1
         self.indices += len(stamped)
         return stamped

@@ -13,7 +13,7 @@ from syncstate.context import Context
 from syncstate.digest import digest_text
 from syncstate.errors import ConfigError
 
-__all__ = ["Seed"]
+__all__ = ["SEEDERS", "Seed", "checked_generators", "for_rank", "undo_rank"]
 
 # NumPy's legacy generator takes 32 bits; python and torch take more. One width that is valid for all of them.
 _MASK = 0xFFFFFFFF
@@ -36,6 +36,8 @@ class Seed:
             `"python"` (`random`), `"numpy"` (the legacy global one), `"torch"` (`torch.manual_seed`, which seeds the
             accelerators too) and `"cuda"` (all CUDA devices of the process).
 
+    Workers of data loaders get seeds of their own from `syncstate.values.worker_seeds.WorkerSeeds`.
+
     Raises:
         ConfigError: A base out of range or a generator that is not in the list.
 
@@ -50,7 +52,7 @@ class Seed:
         if not isinstance(per_rank, bool):
             raise ConfigError(f"Seed: per_rank must be true or false, got {per_rank!r}")
         self.per_rank = per_rank
-        self.generators = _checked_generators(apply)
+        self.generators = checked_generators("Seed", "apply", apply)
 
     def compute(self, ctx: Context) -> int:
         """A new seed from 0 to 2**32 - 1."""
@@ -73,7 +75,7 @@ class Seed:
 
     def _seed_generators(self, value: int, ctx: Context) -> None:
         for generator in self.generators:
-            _SEEDERS[generator](value)
+            SEEDERS[generator](value)
 
     def state_dict(self) -> dict[str, int]:
         """The base that was drawn; empty if it was given, or not drawn yet."""
@@ -86,8 +88,12 @@ class Seed:
 
 
 def _of_rank(value: int, ctx: Context) -> int:
+    return for_rank(value, ctx.rank)
+
+
+def for_rank(value: int, rank: int) -> int:
     """A seed for one rank: a bijection of 32 bits, so that ranks differ for certain instead of probably."""
-    return _mix((value + ctx.rank * _STRIDE) & _MASK)
+    return _mix((value + rank * _STRIDE) & _MASK)
 
 
 def _mix(x: int) -> int:
@@ -97,11 +103,22 @@ def _mix(x: int) -> int:
     return x ^ (x >> 16)
 
 
+# The inverses of the odd factors of `_mix` modulo 2**32.
+_UNDO_FIRST, _UNDO_SECOND = pow(0x85EBCA6B, -1, 1 << 32), pow(0xC2B2AE35, -1, 1 << 32)
+
+
+def undo_rank(seed: int) -> int:
+    """The inverse of `for_rank` for rank 0. A shift by 13 needs a second one to undo it, for the lowest 6 bits."""
+    x = ((seed ^ (seed >> 16)) * _UNDO_SECOND) & _MASK
+    x = ((x ^ (x >> 13) ^ (x >> 26)) * _UNDO_FIRST) & _MASK
+    return x ^ (x >> 16)
+
+
 def _seed_torch(value: int) -> None:
     torch.manual_seed(value)
 
 
-_SEEDERS: dict[str, Callable[[int], None]] = {
+SEEDERS: dict[str, Callable[[int], None]] = {
     "python": random.seed,
     "numpy": np.random.seed,
     "torch": _seed_torch,
@@ -121,12 +138,13 @@ def _checked_base(base: Any) -> int | None:
     return number
 
 
-def _checked_generators(apply: Any) -> tuple[str, ...]:
-    known = ", ".join(_SEEDERS)
-    if isinstance(apply, str) or not isinstance(apply, Iterable):
-        raise ConfigError(f"Seed: apply must be a list with any of {known}, got {apply!r}")
-    names = tuple(dict.fromkeys(apply))
-    for name in names:
-        if name not in _SEEDERS:
-            raise ConfigError(f"Seed: apply can seed any of {known}, got {name!r}")
-    return names
+def checked_generators(owner: str, key: str, names: Any) -> tuple[str, ...]:
+    """Names of global generators, each once; `owner` and `key` are named in the error."""
+    known = ", ".join(SEEDERS)
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ConfigError(f"{owner}: {key} must be a list with any of {known}, got {names!r}")
+    chosen = tuple(dict.fromkeys(names))
+    for name in chosen:
+        if name not in SEEDERS:
+            raise ConfigError(f"{owner}: {key} can seed any of {known}, got {name!r}")
+    return chosen

@@ -1,0 +1,132 @@
+"""The bits of a tensor: as whole numbers, copied, compared and subtracted, without a second copy of the tensor."""
+
+import ctypes
+import math
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["aligned", "difference", "parts", "same", "spread", "whole"]
+
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ALIGNMENT = 8  # bytes
+_CHUNK = 1 << 15  # elements; what is subtracted at a time stays in the cache
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A view of a tensor's bits as whole numbers, in the same shape (complex128: with a last dimension of 2).
+
+    Copies and comparisons of whole numbers know no NaN and no signed zero, and every backend has them.
+    """
+    if tensor.dtype is torch.complex128:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_WHOLE[tensor.element_size()])
+
+
+def spread(tensor: Tensor) -> bool:
+    """Whether several elements lie in one place in memory, as after `expand`."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def parts(view: Tensor, room: int, limit: int, width: int) -> list[list[Tensor]]:
+    """Cut a tensor into views that fill buckets one after another.
+
+    Where it is cut depends on its shape alone and not on how it lies in memory, so that all ranks cut alike.
+
+    Args:
+        view: Of at least one element.
+        room: Bytes left in the first bucket.
+        limit: Bytes of every other bucket; at least one element.
+        width: Bytes that an element takes in a bucket.
+
+    Returns:
+        For each bucket the views that go into it, in the order of the elements; the first may be empty.
+    """
+    filled: list[list[Tensor]] = [[]]
+    stack = [view]
+    while stack:
+        part = stack.pop()
+        size = part.numel() * width
+        if size <= room:
+            filled[-1].append(part)
+            room -= aligned(size)
+            continue
+        row = size // part.shape[0] if part.ndim else size
+        if part.ndim and room >= row:
+            rows = room // row
+            stack += [part[rows:], part[:rows]]
+        elif row <= limit or part.ndim < 2:
+            stack.append(part)
+            filled.append([])
+            room = limit
+        else:
+            stack += [part[0]] if part.shape[0] == 1 else [part[1:], part[0]]
+    return filled
+
+
+def aligned(size: int) -> int:
+    """A size rounded up, so that what follows can be seen as numbers of any type."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def same(mine: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of whole numbers, of the same shape and type, hold the same."""
+    if _memcmp is not None and mine.is_cpu and other.is_cpu and mine.is_contiguous() and other.is_contiguous():
+        return _memcmp(mine.data_ptr(), other.data_ptr(), mine.numel() * mine.element_size()) == 0
+    return torch.equal(mine, other)
+
+
+def difference(mine: Tensor, other: Tensor, dtype: torch.dtype) -> float:
+    """The largest absolute difference between the elements of two tensors, given as whole numbers.
+
+    Equal numbers and two NaN count as 0, NaN beside a number as infinity.
+
+    Args:
+        mine, other: As `whole` returns them, of the same shape.
+        dtype: What their bits stand for.
+    """
+    flat, there = mine.reshape(-1), other.reshape(-1)
+    step = 2 * _CHUNK if dtype is torch.complex128 else _CHUNK
+    largest = 0.0
+    for begin in range(0, flat.numel(), step):
+        pair = (flat[begin : begin + step], there[begin : begin + step])
+        if not same(*pair):
+            largest = max(largest, _largest(*(_numbers(part, dtype) for part in pair)))
+    return largest
+
+
+def _numbers(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bits as numbers that can be subtracted: float64 or complex128."""
+    if dtype is torch.complex128:
+        return torch.view_as_complex(bits.view(torch.float64).reshape(-1, 2))
+    if dtype is torch.complex32:  # of which torch knows little
+        return torch.view_as_complex(bits.view(torch.float16).reshape(-1, 2).double())
+    # On the CPU, because not every accelerator knows float64.
+    return bits.view(dtype).cpu().to(torch.complex128 if dtype.is_complex else torch.float64)
+
+
+def _largest(a: Tensor, b: Tensor) -> float:
+    apart = (a - b).abs_() if not a.is_complex() else (a - b).abs()
+    largest = apart.max().item()
+    if math.isnan(largest):
+        equal = (a == b) | (a.isnan() & b.isnan())
+        largest = apart.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(equal, 0.0).max().item()
+    return float(largest)
+
+
+def _load_memcmp() -> Callable[[int, int, int], int] | None:
+    """The C library's comparison, which runs at memory speed and stops at the first difference."""
+    if sys.platform == "win32":
+        return None
+    try:
+        found = ctypes.CDLL(None).memcmp
+    except (OSError, AttributeError):
+        return None
+    found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    found.restype = ctypes.c_int
+    return found
+
+
+_memcmp = _load_memcmp()
