@@ -124,6 +124,7 @@ class Flights:
         flight.passage = side.exchange.depart(line, batch, stamp, flight.fields, collected)
         result = flight.passage.result
         if isinstance(result, Contents) and flight.fields["is_main"]:
+            self._note(flight, batch, result)
             for record, value in zip(batch.records, result.values, strict=True):
                 record.ahead.append(value)
         for rhythm in batch.rhythms:
@@ -195,16 +196,19 @@ class Flights:
         if isinstance(result, Failure):
             flight.failure = result
         else:
-            flight.values = dict(zip(batch.names, result.values, strict=True))
-            told = zip(batch.rhythms, result.intervals, strict=True)
-            by_rhythm = {id(rhythm): interval for rhythm, interval in told}
-            flight.intervals = {e.name: by_rhythm[id(e.rhythm)] for e in batch.entries if e.rhythm is not None}
+            self._note(flight, batch, result)
         flight.passage = flight.collection = flight.stamp = None
         seconds = time.monotonic() - begun
         for rhythm in batch.rhythms:
             rhythm.spend(seconds)
         failed = (result.names or batch.names) if isinstance(result, Failure) else ()
         self._stats.count(batch.names, failed, seconds)
+
+    @staticmethod
+    def _note(flight: Flight, batch: Batch, contents: Contents) -> None:
+        flight.values = dict(zip(batch.names, contents.values, strict=True))
+        intervals = dict(zip(map(id, batch.rhythms), contents.intervals, strict=True))
+        flight.intervals = {e.name: intervals[id(e.rhythm)] for e in batch.entries if e.rhythm is not None}
 
     def _bring(self, flight: Flight, names: list[str], place: Mapping[str, Any], step: int) -> None:
         """Values that have arrived come into force."""
@@ -231,9 +235,16 @@ class Flights:
             self._land(self._flying[0])
 
     def bring_home(self) -> None:
-        """Before a checkpoint: what is on its way, as far as this rank can know it without a call of the others."""
+        """Before a checkpoint: learn what is on its way, as far as that needs no call of the others.
+
+        Main computes with what the ranks have collected, and does not wait until its values have gone: the others may
+        be waiting for it elsewhere, to save together.
+        """
         for flight in list(self._flying):
-            if flight.passage is not None or flight.fields["is_main"]:
+            if flight.fields["is_main"]:
+                if flight.passage is None:
+                    self._depart(self._side(flight), flight)
+            elif flight.passage is not None:
                 self._await(flight)
             else:
                 return

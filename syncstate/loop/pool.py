@@ -6,10 +6,10 @@ __all__ = ["Pool"]
 
 
 class Pool:
-    """Buffers of one size; asking for another size forgets them.
+    """Buffers; the ones that were used last are kept.
 
     Args:
-        kept: How many to keep: the one whose value is in force, and those that are on their way at one time.
+        kept: How many: the one whose value is in force, and those that are on their way at one time.
     """
 
     def __init__(self, kept: int = 2) -> None:
@@ -18,10 +18,8 @@ class Pool:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A 1-D uint8 tensor of this size whose memory no value uses, the caller's until it is put back."""
-        if self._buffers and self._buffers[0].numel() != nbytes:
-            self._buffers.clear()
         for index, buffer in enumerate(self._buffers):
-            if _unused(buffer):
+            if buffer.numel() == nbytes and _unused(buffer):
                 return self._buffers.pop(index)
         with torch.inference_mode(False):  # which would make a buffer that can be used in that mode only
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
