@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import returned, run_ranks
 
 import syncstate.errors
 
@@ -14,10 +15,13 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 LAST_LINES = {  # what the script prints last, by a name that only its block holds
-    "SyncEngine(state": r"\d+ 1\.0 Info\(version=5, computed_at=8, applied_at=8, nbytes=\d+\)",
+    "Seed(base=1234)": r"\d+ 1\.0 Info\(version=5, computed_at=8, applied_at=8, nbytes=\d+\)",
     "SyncStateCallback": r"0\.37 4",
     "SyncStateHook": r"\[(\d+, ){7}\d+\]",
     "class Doubling": r"",
+    "out_of_data": r"",
+    "SharedBatchSampler": r"\[\['sh', 'va'\], \['in', 'wor'\]\]",
+    "ParameterResync(model": r"False \[\]",
 }
 
 
@@ -39,10 +43,22 @@ def test_every_script_of_the_readme_is_run() -> None:
     assert all(any(name in block for name in LAST_LINES) for block in BLOCKS)
 
 
+def stop_together(rank: int, block: str) -> int:
+    names: dict[str, int] = {}
+    batches = [1.0] * (3 + 2 * rank)  # rank 0 runs out first
+    exec(block.replace("[1.0, 2.0, 3.0]", repr(batches)), names)
+    return names["step"]
+
+
+def test_the_ranks_of_the_readme_stop_together_when_one_has_run_out_of_data() -> None:
+    (block,) = [block for block in BLOCKS if "out_of_data" in block]
+    assert returned(run_ranks(stop_together, 3, block)) == [4, 4, 4]
+
+
 def test_every_error_that_a_user_can_see_stands_in_the_table_of_the_readme_and_exists() -> None:
     table = README[README.index("## When something goes wrong") :]
     named = set(re.findall(r"`(\w*(?:Error|Timeout|NotReady)\w*)`", table))
-    assert named == {"NotReady", "ConfigError", "ComputeError", "MismatchError", "SyncTimeout", "PeerError"}
+    assert named == {"NotReady", "ConfigError", "ComputeError", "MismatchError", "SyncTimeout", "PeerError", "DriftError"}
     assert named <= set(syncstate.errors.__all__)
 
 
