@@ -15,6 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from syncstate.errors import ConfigError, SyncStateError
 from syncstate.loop.options import Options
+from syncstate.resync import ParameterResync
 from syncstate.schedule import At, Every, Once, Schedule
 from syncstate.spec import TensorSpec
 from syncstate.state import SharedState
@@ -27,6 +28,8 @@ ENGINE = ("seed", "scope", "main", "group", "on_error", "verify_values", "events
 STATE = ("allow_pickle", "observe_capacity")
 VALUE = ("source", "every", "collect", "reduce", "deliver", "apply", "spec", "device", "initial", "async_op", "lag",
          "scope", "timeout", "checkpoint")  # fmt: skip
+RESYNC = ("module", "every", "mode", "source", "include", "exclude", "optimizer", "bucket_bytes", "on_drift", "group",
+          "timeout")  # fmt: skip
 SCHEDULES: dict[type, tuple[str, ...]] = {
     Every: ("steps", "epochs", "seconds", "overhead", "start", "stop"),
     At: ("steps",),
@@ -70,7 +73,7 @@ def build(node: Mapping[str, Any] | DictConfig) -> tuple[SharedState, dict[str, 
     options.update(_given(transport, TRANSPORT, f"{_ROOT}.transport"))
     if top.get("schedule") is not None:
         options["every"] = _schedule(top["schedule"], f"{_ROOT}.schedule")
-    if (resync := _resync(top.get("resync"))) is not None:
+    if (resync := _resync(top.get("resync"), options.get("every", Every(steps=100)))) is not None:
         options["resync"] = resync
 
     for option, given in options.items():
@@ -132,11 +135,27 @@ def _schedule(node: Any, key: str) -> Schedule:
     return schedule
 
 
-def _resync(node: Any) -> Any:
-    """An object that is already built, or nothing: there are no configs of it yet."""
-    if isinstance(node, str) or (isinstance(node, dict) and node):
-        raise ConfigError(f"{_ROOT}.resync is {node!r}; parameter resync is not available yet, allowed is resync: none")
-    return node or None
+def _resync(node: Any, every: Schedule, key: str = f"{_ROOT}.resync") -> Any:
+    """A resync from its keys, or several; without a schedule of its own it runs by the engine's."""
+    if node is None or node == {} or callable(getattr(node, "run", None)):
+        return node or None
+    if isinstance(node, (list, tuple)):
+        return [_resync(one, every, f"{key}.{number}") for number, one in enumerate(node)] or None
+    node = _mapping(node, key)
+    _known(node, key, ("_target_", *RESYNC))
+    given = _given(node, RESYNC, key)
+    given["every"] = _schedule(given["every"], f"{key}.every") if "every" in given else every
+    for part in ("module", "optimizer", "on_drift"):
+        # A plain word is a keyword, such as on_drift="raise"; what stands in a module has a dot.
+        named = isinstance(given.get(part), str) and "." in given[part]
+        if named or isinstance(given.get(part), dict):
+            given[part] = _object(given[part], f"{key}.{part}")
+    if isinstance(given.get("exclude"), list):
+        given["exclude"] = [_object(e, f"{key}.exclude") if isinstance(e, dict) else e for e in given["exclude"]]
+    try:
+        return ParameterResync(**given)
+    except SyncStateError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _spec(node: Any, key: str) -> Any:

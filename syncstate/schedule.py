@@ -14,17 +14,19 @@ from syncstate.errors import ConfigError
 
 __all__ = ["At", "Every", "Once", "Schedule", "Unit", "whole"]
 
+_LIMIT = 1 << 63  # frames have 64 bits for a number with a sign
 Unit = Literal["steps", "epochs", "seconds", "overhead", "once"]
 
 
 def whole(owner: str, key: str, given: Any, least: int) -> int:
-    """A whole number of at least `least`; anything else is a `ConfigError` that names the key."""
+    """A whole number of at least `least` and below 2**63; anything else is a `ConfigError` that names the key."""
     try:
         number = -1 if isinstance(given, bool) else operator.index(given)
     except TypeError:
         number = -1
-    if number < least:
-        raise ConfigError(f"{owner}: {key} must be a whole number of at least {least}, got {given!r}")
+    if not least <= number < _LIMIT:
+        limit = " and below 2**63" if number >= _LIMIT else ""
+        raise ConfigError(f"{owner}: {key} must be a whole number of at least {least}{limit}, got {given!r}")
     return number
 
 

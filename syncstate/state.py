@@ -1,56 +1,24 @@
 """What every rank holds: a read-only mapping of shared values. Reading it never communicates."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 
 from syncstate.context import Context
 from syncstate.definition import MISSING, Definition, Source, check_initial, define
 from syncstate.errors import ConfigError, NotReady
+from syncstate.handle import Shared
 from syncstate.observed import Ring
 from syncstate.record import Info, Record
 from syncstate.schedule import Schedule, whole
 from syncstate.spec import TensorSpec
 
-__all__ = ["Shared", "SharedState"]
+__all__ = ["SharedState"]
 
 T = TypeVar("T")
-
-
-class Shared(Generic[T]):
-    """A handle on one value of a state: typed, and callable like the source it was made from.
-
-    Attributes:
-        name, source: What was given to `SharedState.add`.
-    """
-
-    def __init__(self, state: "SharedState", name: str, source: Any) -> None:
-        self._state = state
-        self.name = name
-        self.source = source
-        self.__doc__ = getattr(source, "__doc__", None)
-        self.__name__ = getattr(source, "__name__", name)
-
-    @property
-    def value(self) -> T:
-        """The value in force on this rank. Raises `NotReady` before the first sync."""
-        value: T = self._state[self.name]
-        return value
-
-    @property
-    def info(self) -> Info:
-        """Version, steps and size of the value in force."""
-        return self._state.info(self.name)
-
-    def __call__(self, ctx: Context) -> T:
-        """Run the source itself, without sharing the result."""
-        value: T = getattr(self.source, "compute", self.source)(ctx)
-        return value
-
-    def __repr__(self) -> str:
-        return f"Shared({self.name!r}, {self._state.text(self.name)})"
 
 
 class SharedState(Mapping[str, Any]):
@@ -88,7 +56,7 @@ class SharedState(Mapping[str, Any]):
         self._values: dict[str, Any] = {}
         self._records: dict[str, Record] = {}
         self._observed: dict[str, Ring] = {}
-        self._in_use = False
+        self._user: weakref.ref[object] | None = None
         for name, source in (values or {}).items():
             self.add(name, source)
 
@@ -183,7 +151,7 @@ class SharedState(Mapping[str, Any]):
         Raises:
             ConfigError: An impossible setting, a name given twice, or an engine that has started.
         """
-        if self._in_use:
+        if self._in_use():
             raise ConfigError(f"value {name!r}: an engine that uses this state has started; add values before")
         if name in self._definitions:
             raise ConfigError(f"value {name!r} is already in this state; names must differ")
@@ -294,11 +262,18 @@ class SharedState(Mapping[str, Any]):
         """Nobody has received them: keep them for the next sync."""
         self._observed.setdefault(name, Ring(self._capacity)).give_back(numbers)
 
-    def _claim(self, taken: bool) -> None:
-        """An engine takes the state, or gives it back; nothing is added while one has it."""
-        if taken and self._in_use:
+    def _claim(self, user: object | None) -> None:
+        """A run of an engine takes the state, or gives it back with None; nothing is added while one has it."""
+        if user is not None and self._in_use():
             raise ConfigError("another engine uses this state; close it first, or give each engine a state of its own")
-        self._in_use = taken
+        self._user = None if user is None else weakref.ref(user)
+
+    def _in_use(self) -> bool:
+        """Whether a run has the state; one that nobody refers to any more has it no longer."""
+        return self._user is not None and self._user() is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_user": None}
 
     def _forget(self, name: str) -> None:
         self._records[name].put(None, (None, None), 0)

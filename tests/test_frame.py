@@ -15,9 +15,12 @@ from ranks import returned, run_ranks
 from syncstate import Every, SharedState, SyncEngine
 from syncstate.errors import CodecError, MismatchError, SyncStateError
 from syncstate.loop.batch import Batch
-from syncstate.loop.exchange import Exchange
+from syncstate.loop.line import Line
 from syncstate.loop.options import Options
+from syncstate.loop.passage import Inbound
+from syncstate.loop.payload import Contents
 from syncstate.loop.plan import Plan
+from syncstate.loop.rules import Rules
 from syncstate.loop.sources import Failure
 from syncstate.topology import Topology
 from syncstate.wire.channel import Channel
@@ -177,24 +180,26 @@ def test_any_lengths_are_refused_or_stay_within_the_limit_and_the_bytes(numbers:
     assert (0 if blobs is None else blobs.numel()) == region
 
 
-def receiver(names: str = "ab") -> tuple[Exchange, Batch, bytes]:
+def receiver(names: str = "ab") -> tuple[Line, Batch, Stamp]:
     """A rank that is not main, without a group behind it: what it receives is what lies in its frame already."""
     state = SharedState({name: lambda ctx: 0 for name in names})
     plan = Plan(state, Options(), {})
     topology = Topology(rank=1, world_size=2, main=0, global_ranks=(0, 1))
-    channel = Channel(topology, None)
-    exchange = Exchange(channel, plan.digest[:8], 0, FRAME, LIMIT, False)
-    batch = Batch(plan.entries)
-    return exchange, batch, Stamp(1, 7, 0, plan.digest[:8], batch.digest).prefix()
+    rules = Rules(plan.digest[:8], 0, FRAME, LIMIT, False)
+    line = Line(Channel(topology, None), rules, "blocking", "blocking", 1)
+    batch = Batch(plan.entries, state)
+    return line, batch, line.stamp(batch, {"step": 7, "epoch": 0})
 
 
 def receive(frame_bytes: bytes, body: bytes = b"") -> Any:
     """What a receiver makes of a frame and the body that follows: values, a Failure, or the error that it raises."""
-    exchange, batch, prefix = receiver()
+    line, batch, stamp = receiver()
+    prefix = stamp.prefix()
     data = prefix + frame_bytes[len(prefix) :] if frame_bytes[:4] == b"mine" else frame_bytes
-    exchange._frame.buffer.copy_(torch.frombuffer(bytearray(data.ljust(FRAME, b"\0")[:FRAME]), dtype=torch.uint8))
+    frame = line.frame(batch)
+    frame.buffer.copy_(torch.frombuffer(bytearray(data.ljust(FRAME, b"\0")[:FRAME]), dtype=torch.uint8))
     taken: list[int] = []
-    take = exchange._pool.take
+    take = line.pool.take
 
     def watch(nbytes: int) -> torch.Tensor:
         taken.append(nbytes)
@@ -202,11 +207,15 @@ def receive(frame_bytes: bytes, body: bytes = b"") -> Any:
         buffer.copy_(torch.frombuffer(bytearray(body.ljust(nbytes, b"\0")[:nbytes]), dtype=torch.uint8))
         return buffer
 
-    exchange._pool.take = watch  # type: ignore[method-assign]
+    line.pool.take = watch  # type: ignore[method-assign]
+    result: Any
     try:
-        result = exchange.run(batch, {"step": 7, "epoch": 0})
+        result = Inbound(line, batch, stamp, frame).finish()
     except (CodecError, MismatchError) as error:
-        result = error  # type: ignore[assignment]
+        result = error
+    if isinstance(result, Contents):
+        assert (result.intervals, result.item_bytes) == ([], 0)
+        result = result.values
     assert all(0 < nbytes <= LIMIT for nbytes in taken)
     return result
 
@@ -292,7 +301,7 @@ def hostile_main(rank: int, what: str) -> tuple[str, str]:
         engine.start()
         if rank == 0:
             assert engine._run is not None
-            frame = engine._run._exchange._frame
+            frame = engine._run._opened.sides["world"].exchange.blocking._frame
             write = frame.write
 
             def corrupt(*args: Any) -> torch.Tensor | None:

@@ -27,6 +27,7 @@ ROWS = (
     {"wire"},
     {"context", "transport"},
     {"definition", "record", "observed"},
+    {"handle"},
     {"state"},
     {"loop"},
     {"engine", "resync", "values", "samplers"},

@@ -12,8 +12,8 @@ from expect import refuses
 from syncstate import At, Context, Every, Once, SharedState, SyncEngine, TensorSpec
 from syncstate.definition import MISSING
 from syncstate.errors import NotReady, SyncStateError
+from syncstate.handle import Shared
 from syncstate.record import Info
-from syncstate.state import Shared
 
 
 def one(ctx: Context) -> float:

@@ -83,7 +83,8 @@ def snapshot(
                 values[name]["next"] = list(record.announced)
         if name in saved and definition.stateful and is_main:
             sources[name] = _tensor(encode(definition.source.state_dict(), allow_pickle=pickle))
-    on_their_way = [_flight(flight, saved, pickle) for flight in flights if flight.values is not None]
+    whole = {name for name in saved if is_main or not state.definition(name).scattered}
+    on_their_way = [_flight(flight, whole, pickle) for flight in flights if flight.values is not None]
     return {
         "version": _VERSION,
         "seen": list(seen),

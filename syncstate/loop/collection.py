@@ -76,21 +76,21 @@ class Collection:
             parcel = pack(results, allow_pickle=rules.allow_pickle)
             body = frame.write(self._stamp, Kind.VALUES, parcel)
         except CodecError as error:
-            self._refuse(frame, self._guilty(results), error)
+            self._refuse(frame, *self._guilty(results, error))
             return frame, None
         if body is not None and aliases(body, parcel) and not self._line.blocking:
             body = body.clone()  # what the function returned may change while it travels
         return frame, body
 
-    def _guilty(self, results: list[Any]) -> str:
-        """The value whose result cannot travel; the first where they are only too large together."""
+    def _guilty(self, results: list[Any], error: CodecError) -> tuple[str, CodecError]:
+        """The value whose result cannot travel, and why; the first where they are only too large together."""
         names = [self._batch.entries[index].name for index, _ in self._batch.collectors]
         for name, result in zip(names, results, strict=True):
             try:
                 pack(result, allow_pickle=self._line.rules.allow_pickle)
-            except CodecError:
-                return name
-        return names[0]
+            except CodecError as fault:  # its path begins inside the result
+                return name, fault
+        return names[0], error
 
     def _refuse(self, frame: Frame, name: str, error: Exception) -> None:
         rank, step = self._line.channel.topology.rank, self._stamp.step

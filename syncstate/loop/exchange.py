@@ -80,13 +80,16 @@ class Exchange:
             return outbound
         with self._guard:
             try:
-                outbound.send(self._sealed(batch, fields, collected, frame.capacity))
+                sealed = self._sealed(batch, fields, collected, frame.capacity)
+                outbound.write(sealed)
             except Refused as error:
                 outbound.refuse(error.failure)
             except CodecError as error:
                 rank = self.channel.topology.rank
                 text = f"{batch.label} at step {stamp.step} on main (rank {rank}): CodecError: {error}"
                 outbound.refuse(Failure("compute", text, list(batch.names), error))
+            else:
+                outbound.send(sealed)  # in the guard, which puts the generators back in the shadow of the wire
         return outbound
 
     def _sealed(self, batch: Batch, fields: dict[str, Any], collected: Mapping[int, Any] | None, room: int) -> Sealed:

@@ -43,6 +43,7 @@ class Flights:
         self._stats = stats
         self._flights = flights
         self._flying: list[Flight] = []  # those on the wire
+        self._renewed: set[str] = set()
         self._recount()
 
     def __bool__(self) -> bool:
@@ -146,8 +147,10 @@ class Flights:
         self._advance()
         names: tuple[str, ...] = ()
         failure: Failure | None = None
+        # A start before the last launch: what was launched comes at once, and not over what comes from now on.
+        back = bool(self._flights) and step < self._flights[-1].step
         for flight in list(self._flights):
-            mine = flight.due(step)
+            mine = list(flight.pending) if back else flight.due(step)
             if not mine:
                 continue
             self._await(flight)
@@ -250,15 +253,17 @@ class Flights:
                 return
 
     def supersede(self, names: Iterable[str]) -> None:
-        """Values that are about to be computed anew: what is on its way, and has arrived, counts as having been."""
-        wanted = set(names)
+        """Values that are about to be computed anew; see `superseded`."""
+        self._renewed = set(names)
+
+    def superseded(self, names: Iterable[str]) -> None:
+        """They were: what is on its way of them, and has arrived, counts as having been in force."""
+        wanted = self._renewed.intersection(names)
         for flight in self._flights:
             mine = [name for name in flight.pending if name in wanted and flight.values is not None]
             for name in mine:
-                record = self._entries[name].record
-                record.put((flight.values or {})[name], (flight.step, flight.step), record.version + 1)
-                if record.ahead:
-                    record.ahead.pop(0)
+                self._entries[name].record.version += 1
+                self._entries[name].record.ahead.clear()
             self._announce(flight, mine)
             flight.drop(mine)
         self._flights[:] = [flight for flight in self._flights if flight.pending]

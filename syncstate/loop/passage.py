@@ -39,14 +39,17 @@ class Outbound:
         """Bytes that the payload needs, for the frames to come."""
         return _room(self._frame.lengths(), self._frame.capacity)
 
-    def send(self, sealed: Sealed) -> None:
-        """Post values, and decode them in the shadow of the wire.
+    def write(self, sealed: Sealed) -> None:
+        """Fill the frame with values.
 
         Raises:
-            CodecError: They are larger than `max_bytes`.
+            CodecError: They are larger than `max_bytes`; nothing was posted.
         """
-        line, frame = self._line, self._frame
-        body = frame.write(self._stamp, Kind.VALUES, sealed.parcel)
+        self._body = self._frame.write(self._stamp, Kind.VALUES, sealed.parcel)
+
+    def send(self, sealed: Sealed) -> None:
+        """Post what was written, and decode it in the shadow of the wire."""
+        line, frame, body = self._line, self._frame, self._body
         lent = body is not None and aliases(body, sealed.parcel)
         if body is not None and lent and not line.blocking:
             body, lent = line.pool.take(body.numel()).copy_(body), False  # the source may change while it travels

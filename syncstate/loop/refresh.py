@@ -131,6 +131,8 @@ class Refresh:
         if isinstance(result, Failure):
             self._follow(batch, [None] * len(batch.rhythms), fields["step"])
         else:
+            if prompt:
+                self.flights.superseded(batch.names)
             self._follow(batch, result.intervals, fields["step"])
             names = self._received(side, batch, result, fields, prompt)
         seconds = time.monotonic() - begun

@@ -75,10 +75,13 @@ def _shared_flights(opened: Opened, restored: Restored, entries: Sequence[Entry]
             wait = opened.wait("start: sharing what was on its way")
             content = world.exchange.hand_round(content, opened.topology.main, wait)
     flights = [read_flight(flight, world.place, state.allow_pickle) for flight in content]
-    for flight in flights if not opened.topology.is_main else []:
+    for flight in flights:
         for name in scattered.intersection(flight.pending):
-            if flight.values is not None:
-                flight.values[name] = flight.values[name][opened.topology.rank]
+            items = (flight.values or {})[name]
+            if len(items) != opened.topology.world_size:  # forgotten, as in `_delivered`
+                flight.drop([name])
+            elif flight.values is not None and not opened.topology.is_main:
+                flight.values[name] = items[opened.topology.rank]
     return flights
 
 

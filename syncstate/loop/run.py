@@ -78,7 +78,7 @@ class Run:
         try:
             self._sink = open_sink(options.events, self.topology.is_main)
             self.plan = Plan(state, options, {"main": main, "allow_pickle": state.allow_pickle})
-            state._claim(True)
+            state._claim(self)
         except Exception as error:
             decline_start(options, error)
             raise
@@ -86,7 +86,7 @@ class Run:
             self._opened = open_sides(state, self.plan, self.topology, options)
             chores = bind_all(options.resync, self._opened, options.group)
         except BaseException:
-            state._claim(False)
+            state._claim(None)
             raise
         self.agenda = Agenda([*self.plan.entries, *chores])
         self._channel = self._opened.channels[0]
@@ -200,7 +200,7 @@ class Run:
         told = describe(error)
         self.ended = error if isinstance(error, Exception) else PeerError(f"the engine ended at step {step}: {told}")
         self._refresh.flights.abandon()
-        self._state._claim(False)
+        self._state._claim(None)
         for resync in self._resyncs:
             resync.unbind(abrupt=True)
         self._opened.close(abrupt=True)
@@ -224,7 +224,7 @@ class Run:
         for channel in self._opened.channels:
             channel.sign_off(step)
         self.ended = ConfigError("the engine is closed; call start(step, epoch) to begin again")
-        self._state._claim(False)
+        self._state._claim(None)
         for resync in self._resyncs:
             resync.unbind(abrupt=False)
         self._opened.close(abrupt=False)

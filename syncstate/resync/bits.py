@@ -99,10 +99,9 @@ def difference(mine: Tensor, other: Tensor, dtype: torch.dtype) -> float:
 
 def _numbers(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Bits as numbers that can be subtracted: float64 or complex128."""
-    if dtype is torch.complex128:
-        return torch.view_as_complex(bits.view(torch.float64).reshape(-1, 2))
-    if dtype is torch.complex32:  # of which torch knows little
-        return torch.view_as_complex(bits.view(torch.float16).reshape(-1, 2).double())
+    if dtype in (torch.complex128, torch.complex32):  # of the second torch knows little
+        halves = bits.view(torch.float64 if dtype is torch.complex128 else torch.float16).reshape(-1, 2).double()
+        return torch.complex(halves[:, 0], halves[:, 1])
     # On the CPU, because not every accelerator knows float64.
     return bits.view(dtype).cpu().to(torch.complex128 if dtype.is_complex else torch.float64)
 

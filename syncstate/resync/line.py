@@ -94,7 +94,7 @@ class Line:
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         else:
             buffer = torch.empty(size, dtype=torch.uint8)
-        self.sent += size
+        self.sent += size * (self.topology.world_size > 1)
         self._channel.finish(self._channel.begin_broadcast(buffer, self._wait(), root=sender))
         return buffer.numpy().tobytes()
 

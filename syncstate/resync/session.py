@@ -83,12 +83,6 @@ class Session:
             by_cohort.setdefault(item.cohort, []).append(item)
         lonely = [cohort for cohort in by_cohort if len(cohort) == 1]
         unreplicated = tuple(item.name for cohort in lonely for item in by_cohort.pop(cohort))
-        if unreplicated and all(item.cohort in lonely for item in selection.items if item.travels):
-            raise ConfigError(
-                f"resync: nothing is replicated: each of the {len(unreplicated)} tensors is sharded over all ranks of "
-                "the group, so there is nothing to compare. Shard over one dimension of a device mesh and replicate "
-                "over another, or leave out the resync"
-            )
         before, share = self._world.sent, 0.0
         found = Outcome([], 0, 0)
         for cohort in sorted(by_cohort):
@@ -100,6 +94,14 @@ class Session:
             part = talk.run(by_cohort[cohort], {} if cohort else selection.sharded, places)
             found = Outcome(found.drifted + part.drifted, found.tensors + part.tensors, found.values + part.values)
             share += (line.sent - sent) / len(cohort) if cohort else 0.0
+            if unreplicated and all(item.cohort in lonely for item in selection.items if item.travels):
+                # Not before, so that ranks that shard in other ways have said so.
+                self._world.apart = ConfigError(
+                    f"resync: nothing is replicated: each of the {len(unreplicated)} tensors is sharded over all ranks "
+                    "of the group, so there is nothing to compare. Shard over one dimension of a device mesh and "
+                    "replicate over another, or leave out the resync"
+                )
+                raise self._world.apart
         if selection.sharded:
             found, share = self._merge(found, share)
         total = self._world.sent - before + round(share)

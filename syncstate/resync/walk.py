@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from syncstate.errors import ConfigError
@@ -87,7 +88,7 @@ def signs(found: Sequence[Found]) -> list[Any] | None:
     seen: list[Any] = []
     for one in found:
         tensor = one.tensor
-        if type(tensor) not in _PLAIN or tensor.is_meta:
+        if type(tensor) not in _PLAIN or tensor.is_meta or tensor.layout is not torch.strided:
             return None
         seen.append((one.name, id(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype))
     return seen

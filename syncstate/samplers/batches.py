@@ -32,7 +32,7 @@ class SharedBatchSampler(Sampler[list[Any]]):
     then one each time it hands one on. So batch k of an epoch, counted from 0, is drawn when batch k - ahead is
     fetched, and carries the values in force then: after the step of batch k - ahead - 1, if each batch is a step. This
     depends on counts alone, so it is the same on every rank that has as many workers, and in every run. How fast a
-    worker or a rank is does not matter.
+    worker or a rank is does not matter, unless the loader has `in_order=False`.
 
     The batches themselves are those of `batch_sampler`; this class neither shards nor shuffles. Its other attributes
     (`batch_size`, `drop_last`, `sampler`) can be read here too.
@@ -51,7 +51,7 @@ class SharedBatchSampler(Sampler[list[Any]]):
         batch_sampler: Yields lists of indices, the same in each run with the same epoch. Indices are whole numbers,
             strings or tuples, which any dataset takes stamped as they are, or anything else, for `SharedDataset` only.
         state: The shared state.
-        names: The values to stamp: their names, or one name.
+        names: The values to stamp: their names, or one name. May be empty, to be able to resume in mid-epoch only.
         sampler: What Lightning gives where it wants to shard, see above. Not for users.
 
     Attributes:
@@ -92,9 +92,8 @@ class SharedBatchSampler(Sampler[list[Any]]):
         self.state = state
         self.names = (names,) if isinstance(names, str) else tuple(names)
         unknown = [name for name in self.names if name not in state.names]
-        if unknown or not self.names:
-            what = f"no shared value {unknown[0]!r}" if unknown else "names is empty"
-            raise ConfigError(f"{owner}: {what}; there are {', '.join(state.names) or 'none'}")
+        if unknown:
+            raise ConfigError(f"{owner}: no shared value {unknown[0]!r}; there are {', '.join(state.names) or 'none'}")
         self._epoch, self._told = 0, False
         self._walk: Walk | None = None
         self._resume: dict[str, Any] | None = None

@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,30 +12,13 @@ from torch.utils.data import DistributedSampler
 
 from syncstate.digest import digest_tensor, digest_text
 from syncstate.errors import ConfigError, NotReady
+from syncstate.samplers.dealing import Pass
+from syncstate.samplers.reader import find_reader
 from syncstate.schedule import whole
 from syncstate.spec import describe
 from syncstate.state import SharedState
 
 __all__ = ["SharedIndexSampler"]
-
-
-class _Pass:
-    """One walk through the list: which list, where it began, and how far it has come."""
-
-    def __init__(self, indices: torch.Tensor, version: int, origin: int, num_replicas: int) -> None:
-        self.indices = indices  # in the order of the shared value, before shuffling
-        self.version = version
-        self.origin = origin  # how many of the list were consumed before, by all ranks
-        self.num_replicas = num_replicas
-        self.handed_out = 0  # by this rank
-        self.finished = False
-
-    def hand_out(self, shard: list[int], begun: Callable[[], object]) -> Iterator[int]:
-        begun()
-        for index in shard:
-            self.handed_out += 1
-            yield index
-        self.finished = True
 
 
 class SharedIndexSampler(DistributedSampler[int]):
@@ -43,6 +27,11 @@ class SharedIndexSampler(DistributedSampler[int]):
     The shards cover the list and are disjoint, except for padding: to make them equally long, indices from the
     beginning of the list are dealt again, as `DistributedSampler` does. The list is read when the loader is
     iterated; a refresh in mid-epoch shows in the next epoch. A `DistributedSampler`, so that Lightning leaves it alone.
+
+    To go on in mid-epoch put `state_dict()` into the checkpoint (in Lightning in `on_save_checkpoint` of the module or
+    data module) and load it before the loader is iterated (in `on_load_checkpoint`). With worker processes that needs
+    the number of batches trained on, which `SharedBatchSampler` finds out, also with no `names`: save and load that
+    one, it saves this sampler too.
 
     Args:
         state: The shared state.
@@ -90,14 +79,15 @@ class SharedIndexSampler(DistributedSampler[int]):
         self.name = name
         self.shuffle = shuffle
         self.drop_last = drop_last
-        self.seed = whole(owner, "seed", seed, 0)
+        # Of any size, as a shared `Seed` is; other numbers here are counts.
+        self.seed = seed if type(seed) is int and seed > 0 else whole(owner, "seed", seed, 0)
         self.epoch = 0
         self._num_replicas = None if num_replicas is None else whole(owner, "num_replicas", num_replicas, 1)
         self._rank = None if rank is None else whole(owner, "rank", rank, 0)
         if self._rank is not None and self._num_replicas is not None and self._rank >= self._num_replicas:
             raise ConfigError(f"{owner}: rank must be below num_replicas={num_replicas}, got {rank}")
         self._num_samples = None if num_samples is None else whole(owner, "num_samples", num_samples, 1)
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         self._resume: dict[str, Any] | None = None
 
     @classmethod
@@ -163,8 +153,14 @@ class SharedIndexSampler(DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         rank, replicas = self._place()
+        shards = find_reader(sys._getframe(1)).shards if replicas > 1 else 1
+        if shards > 1:
+            raise ConfigError(
+                f"{type(self).__name__}: Accelerate deals the batches out to {shards} ranks, and this sampler deals "
+                f"its list out to {replicas} already; use SharedIndexSampler.unsharded, or do not prepare the loader"
+            )
         origin, indices = self._begin()
-        self._pass = _Pass(indices, self.state.record(self.name).version, origin, replicas)
+        self._pass = Pass(indices, self.state.record(self.name).version, origin, replicas)
         each = self._each(self._goal(len(indices), replicas) - origin, replicas)
         dealt = torch.arange(each) * replicas + (origin + rank)
         # The remainder deals the beginning of the list again where padding is needed.

@@ -31,7 +31,7 @@ def check_kept_length(loader: Any, kept: int, limit: float = 1.0) -> None:
     if has != kept:
         sampler = found[0]
         raise ConfigError(
-            f"{type(sampler).__name__}: value {sampler.name!r} ({sampler.state.text(sampler.name)}) makes {has} batches "
-            f"a rank in this epoch, but the trainer counts on the {kept} that it found when it began; give the sampler "
-            "num_samples=..., the indices a rank in every epoch"
+            f"{type(sampler).__name__}: value {sampler.name!r} ({sampler.state.text(sampler.name)}) makes {has} "
+            f"batches a rank in this epoch, but the trainer counts on the {kept} that it found when it began; give the "
+            "sampler num_samples=..., the indices a rank in every epoch"
         )

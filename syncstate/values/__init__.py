@@ -1,5 +1,8 @@
 """Ready-made values: sources to give to `SharedState.add`.
 
+Beside them stand `syncstate.values.plateau.Plateau`, a predicate for early stopping, and
+`syncstate.values.worker_seeds.WorkerSeeds`, which seeds the workers of a loader from a shared seed.
+
 A source of your own is a function of a `Context`, or an object with `compute(ctx)`, which runs on the main process
 only. There is nothing to inherit. What it may have besides:
 

@@ -121,7 +121,7 @@ class SampledIndices:
     def _check(self, population: int) -> int:
         """Whether this can be drawn from so many; returns the number."""
         if population < 1:
-            kind = "0" if isinstance(self._population, int) else f"an empty {type(self._population).__name__}"
+            kind = f"an empty {type(self._population).__name__}" if isinstance(self._population, Sized) else "0"
             raise ConfigError(f"SampledIndices: population is {kind}; nothing can be drawn")
         if self.weights is not None and self.weights.size != population:
             raise ConfigError(
