@@ -56,6 +56,7 @@ class Batch:
         devices: (index, device) of the entries whose tensors are put somewhere.
         scattered: Indices of the entries of which each rank gets an item.
         rhythms: Those whose next point main announces with these values.
+        lagged: Whether any of them comes into force later than it is computed.
         bare: Whether the payload is the list of values and nothing else.
         largest: Bytes of the largest payload so far, which is the same on all ranks; 0 before the first.
     """
@@ -79,6 +80,7 @@ class Batch:
         self.scattered = [i for i, d in kept if d.scattered]
         self.rhythms = list(dict.fromkeys(entry.rhythm for entry in entries if entry.rhythm is not None))
         self.bare = not self.scattered and not self.rhythms
+        self.lagged = any(entry.lag for entry in entries)
         self.largest = 0
         shown = ", ".join(map(repr, self.names[:_LABEL_NAMES]))
         rest = len(self.names) - _LABEL_NAMES

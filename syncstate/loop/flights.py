@@ -44,13 +44,13 @@ class Flights:
         self._flights = flights
         self._flying: list[Flight] = []  # those on the wire
         self._renewed: set[str] = set()
-        self._recount()
+        self.recount()
 
     def __bool__(self) -> bool:
         return bool(self._flights)
 
-    def _recount(self) -> None:
-        """Main: what was computed and is not in force yet, from what is on its way."""
+    def recount(self) -> None:
+        """What was computed and is not in force yet, and which next points are not known, from what is on its way."""
         for name in self._state.names:
             self._state.record(name).ahead.clear()
         for flight in self._flights:
@@ -61,7 +61,7 @@ class Flights:
                 else:
                     if self._sides[entry.scope].topology.is_main:
                         entry.record.ahead.append(flight.values[name])
-                    if entry.rhythm is not None:
+                    if entry.rhythm is not None and name in flight.intervals:
                         entry.rhythm.wait()
         self._flights[:] = [flight for flight in self._flights if flight.pending]
 
@@ -279,13 +279,13 @@ class Flights:
     def restore(self, flights: Iterable[Flight]) -> None:
         """Go on with what was on its way when a checkpoint was written."""
         self._flights[:] = flights
-        self._recount()
+        self.recount()
 
     def abandon(self) -> None:
         """The run has ended in a failure: nothing that is on its way comes into force."""
         self._flights.clear()
         self._flying.clear()
-        self._recount()
+        self.recount()
 
     def _side(self, flight: Flight) -> Side:
         return self._sides[self._entries[next(iter(flight.pending))].scope]

@@ -53,8 +53,10 @@ class Holder:
             record.version += 1
             record.sent = value
             record.steps = steps
-            if record.ahead:
-                record.ahead.pop(0)
+        if batch.lagged:
+            for record in batch.records:
+                if record.ahead:
+                    record.ahead.pop(0)
         self.hold(batch, values, fields, urgent=urgent)
 
     def hold(self, batch: Batch, values: Sequence[Any], fields: dict[str, Any], *, urgent: bool = True) -> None:

@@ -26,25 +26,21 @@ class Line:
         in_flight: How many frames can be on their way at one time.
 
     Attributes:
-        channel, rules, in_flight: As given.
+        channel, rules: As given.
+        blocking: Whether each sync is waited for, so that one frame is enough.
         pool, shelf: Memory for what is received.
     """
 
     def __init__(self, channel: Channel, rules: Rules, frames: str, bodies: str, in_flight: int) -> None:
         self.channel = channel
         self.rules = rules
-        self.in_flight = in_flight
+        self.blocking = in_flight == 1
         self.pool = Pool(in_flight + 1)
         self.shelf = Shelf()
         self._frames, self._bodies = frames, bodies
         self._sequence = 0
         self._frame = Frame(rules.frame_bytes, rules.max_bytes)
         self._buffers = Pool(in_flight + 1)
-
-    @property
-    def blocking(self) -> bool:
-        """Whether each sync is waited for, so that one frame is enough."""
-        return self.in_flight == 1
 
     def stamp(self, batch: Batch, fields: dict[str, Any]) -> Stamp:
         """The stamp of the next sync."""

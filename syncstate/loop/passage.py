@@ -26,12 +26,12 @@ class Outbound:
         frame: The frame to send it in.
     """
 
+    __slots__ = ("_batch", "_body", "_frame", "_line", "_operations", "_stamp", "result")
+
     def __init__(self, line: Line, batch: Batch, stamp: Stamp, frame: Frame) -> None:
         self._line, self._batch, self._stamp, self._frame = line, batch, stamp, frame
-        self._wait = line.wait(batch, stamp)
         self._operations: list[Operation] = []
         self._body: torch.Tensor | None = None
-        self._released = False
         self.result: Contents | Failure | None = None
 
     @property
@@ -50,15 +50,16 @@ class Outbound:
     def send(self, sealed: Sealed) -> None:
         """Post what was written, and decode it in the shadow of the wire."""
         line, frame, body = self._line, self._frame, self._body
+        wait = line.wait(self._batch, self._stamp)  # what main computes before takes no time of it
         lent = body is not None and aliases(body, sealed.parcel)
         if body is not None and lent and not line.blocking:
             body, lent = line.pool.take(body.numel()).copy_(body), False  # the source may change while it travels
-        self._operations.append(line.broadcast_frame(frame, self._wait))
+        self._operations.append(line.broadcast_frame(frame, wait))
         if body is not None:
-            self._operations.append(line.broadcast_body(body, self._wait))
+            self._operations.append(line.broadcast_body(body, wait))
         if sealed.items is not None:
             item = torch.empty_like(sealed.items[0])
-            self._operations.append(line.scatter(item, sealed.items, self._wait))
+            self._operations.append(line.scatter(item, sealed.items, wait))
         self._keep(sealed, line.pool.take(body.numel()).copy_(body) if body is not None and lent else body)
 
     def _keep(self, sealed: Sealed, body: torch.Tensor | None) -> None:
@@ -79,7 +80,8 @@ class Outbound:
     def refuse(self, failure: Failure) -> None:
         """Post why there are no values."""
         self._frame.write(self._stamp, Kind.ERROR, failure.pack(self._frame.capacity))
-        self._operations.append(self._line.broadcast_frame(self._frame, self._wait))
+        wait = self._line.wait(self._batch, self._stamp)
+        self._operations.append(self._line.broadcast_frame(self._frame, wait))
         self.result = failure
 
     def advance(self) -> bool:
@@ -92,13 +94,14 @@ class Outbound:
 
     def finish(self) -> Contents | Failure:
         """Wait until everything is sent; returns what every rank receives. Raises what `Channel.finish` raises."""
+        line = self._line
         for operation in self._operations:
-            self._line.channel.finish(operation)
-        if not self._released:
-            self._released = True
-            self._line.release(self._frame)
-            if self._body is not None:
-                self._line.pool.put(self._body)
+            line.channel.finish(operation)
+        if not line.blocking and self._operations:
+            line.release(self._frame)
+        self._operations = []
+        if self._body is not None:
+            line.pool.put(self._body)
             self._body = None
         if self.result is None:
             raise CodecError(f"{self._batch.label}: nothing was sent")

@@ -91,6 +91,8 @@ def open_payload(batch: Batch, parts: Any, max_bytes: int) -> Contents:
     Raises:
         CodecError: Something else.
     """
+    if batch.bare and type(parts) is list and len(parts) == len(batch.entries):
+        return Contents(parts, [], 0)
     if batch.bare:
         values, intervals, item_bytes = parts, [], 0
     elif type(parts) is list and len(parts) == 3:

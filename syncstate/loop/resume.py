@@ -37,6 +37,7 @@ def resume(
         if entry.rhythm is not None and entry.record.announced is not None:
             entry.rhythm.restore(*entry.record.announced)
     if restored is None:
+        refresh.flights.recount()
         return None
     found = restore(restored, entries, state, is_main=opened.topology.is_main)
     refresh.flights.restore(_shared_flights(opened, restored, entries, state))

@@ -83,8 +83,13 @@ class Rhythm:
 
     @property
     def announced(self) -> tuple[int, int] | None:
-        """The next point and the interval before it, for `restore`; None where no point follows."""
-        return None if self.due == _NEVER else (int(self.due), self.interval)
+        """The next point and the interval before it, for `restore`; None while no point is known.
+
+        After the last point it is the end of the schedule, so that a resumed run knows that there is no other.
+        """
+        if self.due == _NEVER:
+            return None if self.schedule.stop is None else (self.schedule.stop, self.interval)
+        return int(self.due), self.interval
 
     def restore(self, due: int, interval: int) -> None:
         """Go on with what was announced in an earlier run."""

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from syncstate.errors import ConfigError, PeerError, SyncStateError
 from syncstate.events import open_sink
@@ -123,14 +123,19 @@ class Run:
         """
         with _Part(self, call, place["step"]):
             self._look(place["step"])
-            values = [one for one in due if isinstance(one, Entry)]
+            chores: list[Chore] = []
+            if self._resyncs:
+                chores = [one for one in due if isinstance(one, Chore)]
+                due = [one for one in due if isinstance(one, Entry)]
+            values = cast(Sequence[Entry], due)
             result = self._refresh.step(values, place)
             self._check(result, bool(values), place["step"])
-            reports = [one.run(place, self._opened) for one in due if isinstance(one, Chore)]
-        self._report(result, values, place)
-        for report in reports:
-            drifted = [drift.name for drift in report.drifted]
-            self.event("resync", step=place["step"], drifted=drifted, bytes_sent=report.bytes_sent)
+            reports = [chore.run(place, self._opened) for chore in chores]
+        if self._sink is not None:
+            self._report(result, values, place)
+            for report in reports:
+                drifted = [drift.name for drift in report.drifted]
+                self.event("resync", step=place["step"], drifted=drifted, bytes_sent=report.bytes_sent)
         return result
 
     def sync(self, call: str, due: Sequence[Entry], place: Mapping[str, Any]) -> Result:
@@ -141,7 +146,8 @@ class Run:
             self._refresh.flights.supersede([entry.name for entry in due])
             result = self._refresh.sync(due, place, prompt=True)
             self._check(result, True, place["step"])
-        self._report(result, due, place)
+        if self._sink is not None:
+            self._report(result, due, place)
         return result
 
     def _look(self, step: int) -> None:
@@ -159,8 +165,6 @@ class Run:
 
     def _report(self, result: Result, due: Sequence[Entry], place: Mapping[str, Any]) -> None:
         """Tell the user's sink."""
-        if self._sink is None:
-            return
         step, epoch = place["step"], place["epoch"]
         if result.failure is not None:
             names = list(dict.fromkeys(result.failure.names)) or [entry.name for entry in due]

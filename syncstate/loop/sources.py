@@ -107,11 +107,13 @@ def compute(
     values: list[Any] = []
     faults: list[_Fault] = []
     context, seed, world_size = Context.of, rules.seed, fields["world_size"]
+    own = fields
     for index, (name, stream, source, record, spec, scattered) in enumerate(batch.jobs):
         previous, version = record.sent, record.version + 1
         if record.ahead:  # computed, and not in force yet
             previous, version = record.ahead[-1], version + len(record.ahead)
-        own = fields if not collected or index not in collected else {**fields, "collected": collected[index]}
+        if collected:
+            own = {**fields, "collected": collected.get(index)}
         try:
             value = source(context(own, previous, seed, stream, version))
             if scattered:

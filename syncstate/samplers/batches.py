@@ -35,11 +35,12 @@ class SharedBatchSampler(Sampler[list[Any]]):
     worker or a rank is does not matter, unless the loader has `in_order=False`.
 
     The batches themselves are those of `batch_sampler`; this class neither shards nor shuffles. Its other attributes
-    (`batch_size`, `drop_last`, `sampler`) can be read here too.
+    (`batch_size`, `drop_last`, `sampler`) can be read here too. A resumed run repeats batches and stamps as they were,
+    if its loader has as many workers as before.
 
     - Lightning: put a `SharedIndexSampler` or a `DistributedSampler` into `batch_sampler`, which then stays as it is,
       whatever `use_distributed_sampler` says. Save the state in `on_save_checkpoint` of the module or data module, and
-      load it in `on_load_checkpoint`, before the loader is iterated. Give the loader as many workers as before.
+      load it in `on_load_checkpoint`, before the loader is iterated.
     - Accelerate: prepare the loader as usual, with `SharedIndexSampler.unsharded` or any sampler below. One batch
       more is drawn in advance, and the batches of a round, one for each rank, carry the same values. To resume in
       mid-epoch load the state and use `accelerate.skip_first_batches`, as the `Trainer` of Transformers does by itself.
@@ -81,6 +82,8 @@ class SharedBatchSampler(Sampler[list[Any]]):
             check_sharded(self.batch_sampler, sampler)
             return
         owner = type(self).__name__
+        if sampler is not None:
+            raise ConfigError(f"{owner}: sampler is for Lightning; give batch_sampler the sampler to draw from")
         if not isinstance(batch_sampler, Iterable) or isinstance(batch_sampler, SharedBatchSampler):
             raise ConfigError(
                 f"{owner}: batch_sampler must yield lists of indices, as torch.utils.data.BatchSampler does, and not "
@@ -156,13 +159,13 @@ class SharedBatchSampler(Sampler[list[Any]]):
         Args:
             position: How many batches this rank has trained on since the loader was last iterated. None: as many as a
                 `DataLoader` has handed on. Under Accelerate, which fetches ahead and skips batches by itself when it
-                resumes, None saves no place but all stamps of the epoch.
+                resumes, None saves no place but the stamps of all batches that may be in flight.
 
         Returns:
             Plain containers and tensors; the stamps are encoded as in the engine's own state.
 
         Raises:
-            ConfigError: A position beyond what was drawn.
+            ConfigError: A position beyond what was drawn, or so far behind that the stamps are forgotten.
         """
         walk, owner = self._walk, type(self).__name__
         if walk is None or walk.epoch_now != self.epoch:
@@ -172,8 +175,11 @@ class SharedBatchSampler(Sampler[list[Any]]):
         trained = None if walk.reader.host else walk.trained()
         if position is not None:
             trained = whole(owner, "position", position, 0)
-            if trained > walk.batches:
-                raise ConfigError(f"{owner}: position is {position}, but only {walk.batches} batches were drawn since")
+            if trained > walk.batches or not walk.history.knows(walk.base + trained):
+                raise ConfigError(
+                    f"{owner}: position must be the number of batches trained on since the loader was iterated, got "
+                    f"{position} where {walk.batches} were drawn"
+                )
         elif walk.ended and trained == walk.batches and not (self._told or self.epoch):
             return beginning(self.epoch)  # nobody says which epoch comes next, so it is this one again
         state = saved(walk.epoch, None if trained is None else walk.base + trained, walk.history)

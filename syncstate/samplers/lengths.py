@@ -8,7 +8,7 @@ from syncstate.samplers.indices import SharedIndexSampler
 __all__ = ["check_kept_length"]
 
 
-def check_kept_length(loader: Any, kept: int, limit: float = 1.0) -> None:
+def check_kept_length(loader: Any, kept: float, limit: float = 1.0) -> None:
     """Check that the length a host goes by is still that of the loader; for hosts, before they iterate it.
 
     Lightning asks when training begins. Of an epoch that has become longer it would leave out the end, and it would

@@ -11,6 +11,9 @@ from syncstate.samplers.stamps import Stamp, stamp_indices
 __all__ = ["History", "Walk"]
 
 
+_SPARE = 64  # batches that are remembered beyond those that can be in flight, for who saves a place further back
+
+
 class History:
     """Which batches of an epoch carry which values: encoded values, each from a batch number on.
 
@@ -30,6 +33,15 @@ class History:
             self._starts.append(self.drawn)
             self._packed.append(packed)
         self.drawn += 1
+
+    def forget(self, before: int) -> None:
+        """Let go of what only batches before a number carry: values can be large, and epochs long."""
+        while len(self._starts) > 1 and self._starts[1] <= before:
+            del self._starts[0], self._packed[0]
+
+    def knows(self, number: int) -> bool:
+        """Whether the stamps from a batch on are still there."""
+        return number >= self.drawn or number >= self._starts[0]
 
     def at(self, number: int) -> bytes:
         """The values of a batch; those of the earliest one that is known for a batch before it."""
@@ -71,11 +83,13 @@ class Walk:
         self.ended = False
         self._attempts = 0
         self._source = source
-        self._stamp = Stamp(b"")
+        self._last = Stamp(b"")
         # Accelerate pads its last round with indices from the first batches of all ranks. Their stamps are kept here,
         # to carry then what the other batches of the last round carry; otherwise ranks would differ.
         self._first: list[Stamp] = []
         self._kept = replicas if reader.host else 0
+        # In flight: those drawn ahead, one that is trained on, one that a host looks ahead; of each rank, if it shards.
+        self._span = (reader.ahead + 2) * (replicas if reader.host else 1) + _SPARE
 
     def draw(self, live: Callable[[], bytes], allow_pickle: bool) -> list[Any]:
         """The next batch, each index with its stamp.
@@ -93,12 +107,12 @@ class Walk:
         number = self.base + self.batches
         if number >= self.history.drawn:
             self.history.add(live())
-        packed = self.history.at(number)
-        if self._stamp.packed is not packed or len(self._first) < self._kept:
-            self._stamp = Stamp(packed, allow_pickle)
-            if len(self._first) < self._kept:
-                self._first.append(self._stamp)
-        stamped = stamp_indices(_indices(batch), self._stamp)
+            self.history.forget(number - self._span)
+        # One for each batch, with or without workers: what a dataset does to a value stays in its batch.
+        self._last = Stamp(self.history.at(number), allow_pickle)
+        if len(self._first) < self._kept:
+            self._first.append(self._last)
+        stamped = stamp_indices(_indices(batch), self._last)
         self.batches += 1
         self.indices += len(stamped)
         return stamped
@@ -106,7 +120,7 @@ class Walk:
     def _end(self) -> None:
         if not self.ended and self.batches:
             for stamp in self._first:
-                stamp.replace(self._stamp.packed)
+                stamp.replace(self._last.packed)
         self.ended = True
 
     def trained(self) -> int:

@@ -75,6 +75,9 @@ class Frame:
         nbytes: Size, the same on every rank.
         max_bytes: No payload is larger, and no receiver allocates more.
         buffer: 1-D uint8 memory of that size on the CPU; None makes it.
+
+    Attributes:
+        capacity: Bytes of payload that fit into the frame.
     """
 
     def __init__(self, nbytes: int, max_bytes: int, buffer: torch.Tensor | None = None) -> None:
@@ -83,13 +86,9 @@ class Frame:
                 buffer = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         self.buffer = buffer
         self._raw = self.buffer.numpy().data
+        self.capacity = nbytes - HEADER_BYTES
         self._max_bytes = max_bytes
         self._lengths = (b"", Lengths(0, 0, 0, 0))  # the last ones that were checked, and their bytes
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of payload that fit into the frame."""
-        return len(self._raw) - HEADER_BYTES
 
     def write(self, stamp: Stamp, kind: Kind, parcel: Parcel) -> torch.Tensor | None:
         """Fill the frame; returns the body where there must be one, uncopied where it is a single tensor.
