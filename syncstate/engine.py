@@ -28,7 +28,7 @@ class SyncEngine:
 
     Args:
         state: The values; None for an engine without any.
-        every: Schedule of the values that have none of their own.
+        every: Schedule of the values that have none of their own; so with scope, async_op, lag and timeout.
         seed: What the random numbers of the sources are derived from.
         group: A `ProcessGroup`, a one-dimensional `DeviceMesh`, `"single"`, or None for the world.
         main: Global rank of the main process; None for the group's first.
@@ -44,8 +44,6 @@ class SyncEngine:
         resync: A `ParameterResync`, or a list of them, to run by their schedules after the values of a step.
         verify_values: Compare a digest of each value that comes into force across ranks; for debugging, it is slow.
         events: A callable that every rank calls with each event, or a path to which main appends JSON lines.
-
-    `scope`, `async_op`, `lag`, `timeout` and `every` are defaults that each value may overrule.
 
     Raises:
         ConfigError: An impossible setting.
@@ -128,6 +126,8 @@ class SyncEngine:
             self._restored = None  # not before: a start that fails is tried again with the same checkpoint
             self._seen_step, self._seen_epoch = seen
         epoch = max(self._seen_epoch, 0) if epoch is None else epoch
+        if step < self._seen_step:
+            run.forget_flights(self._seen_step).conclude(self._options.on_error)
         due = run.agenda.due_at_start((self._seen_step, self._seen_epoch), step, epoch)
         self._thread = 0
         result = run.step("start", due, self._place(step, epoch))
@@ -191,16 +191,15 @@ class SyncEngine:
         run = self._opened("sync")
         if not self._started and run.ended is None:
             raise ConfigError("sync: the engine has not started; call start(step, epoch) first")
-        due = run.plan.named(names or self.state.names)
-        self._thread = 0
-        result = run.sync("sync", due, self._place(self._seen_step, self._seen_epoch))
-        self._see(run, self._seen_step, self._seen_epoch)
+        seen, self._thread = (self._seen_step, self._seen_epoch), 0
+        result = run.sync("sync", run.plan.named(names or self.state.names), self._place(*seen))
+        self._see(run, *seen)
         return result.conclude(self._options.on_error)
 
     def _opened(self, call: str) -> Run:
-        if self._run is None:
-            raise ConfigError(f"{call}: the engine has not started; call start(step, epoch) first")
-        return self._run
+        if self._run is not None:
+            return self._run
+        raise ConfigError(f"{call}: the engine has not started; call start(step, epoch) first")
 
     def _place(self, step: int, epoch: int) -> dict[str, Any]:
         return {"step": step, "epoch": epoch, "model": self.model, "host": self.host}
@@ -286,8 +285,8 @@ class SyncEngine:
             return dict(self._restored.content)
         if self._run is not None and self._run.ended is None and self._flights:
             self._run.bring_home(self._seen_step)
-        is_main = self._run is None or self._run.topology.is_main
-        return snapshot(self.state, self.seen, self._flights, scope=self._options.scope, is_main=is_main)
+        main = self._run is None or self._run.topology.is_main
+        return snapshot(self.state, self.seen, self._flights, scope=self._options.scope, is_main=main)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` returned in an earlier run; it comes into force in `start`. Never communicates.

@@ -32,6 +32,7 @@ from syncstate.hosts.trainer import (
     resume_point,
     trainer_of,
 )
+from syncstate.samplers.lengths import check_kept_length
 from syncstate.schedule import Every, Schedule
 from syncstate.state import SharedState
 
@@ -207,8 +208,13 @@ class SyncStateCallback(Callback):
     # Steps
 
     def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """The epoch has turned."""
+        """The epoch has turned.
+
+        Raises:
+            ConfigError: A shared list of indices has another length than the epoch that Lightning has planned.
+        """
         self._log_values(trainer, self.engine.step(trainer.global_step, trainer.current_epoch))
+        check_kept_length(trainer.train_dataloader, trainer.num_training_batches, trainer.limit_train_batches)
 
     def on_train_batch_end(
         self, trainer: "Trainer", pl_module: "LightningModule", outputs: Any, batch: Any, batch_idx: int

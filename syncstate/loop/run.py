@@ -184,6 +184,18 @@ class Run:
         with _Part(self, "drain", step):
             self._refresh.flights.drain()
 
+    def forget_flights(self, step: int) -> Result:
+        """Training begins again at an earlier step: what is on its way would come into force at a step to come.
+
+        Returns:
+            A failure that was on its way and that nobody has seen, if there is one.
+        """
+        with _Part(self, "start", step):
+            self._refresh.flights.drain()
+            failure = self._refresh.flights.failures()
+            self._refresh.flights.restore([])
+        return Result((), failure)
+
     def bring_home(self, step: int) -> None:
         """Wait for what a checkpoint must hold and this rank can have without a call of the others."""
         with _Part(self, "state_dict", step):
