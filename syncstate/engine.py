@@ -188,11 +188,11 @@ class SyncEngine:
         Returns:
             The names of the values that came into force. Raises what `step` raises.
         """
-        run = self._opened("sync")
+        chosen, run = self.state.chosen("sync", names), self._opened("sync")
         if not self._started and run.ended is None:
             raise ConfigError("sync: the engine has not started; call start(step, epoch) first")
         seen, self._thread = (self._seen_step, self._seen_epoch), 0
-        result = run.sync("sync", run.plan.named(names or self.state.names), self._place(*seen))
+        result = run.sync("sync", run.plan.named(chosen), self._place(*seen))
         self._see(run, *seen)
         return result.conclude(self._options.on_error)
 

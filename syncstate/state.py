@@ -210,6 +210,13 @@ class SharedState(Mapping[str, Any]):
             f"before reading it, or give state.add({name!r}, ..., initial=...) a value to hold until then"
         )
 
+    def chosen(self, call: str, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The names that a user gave to a call, or all. Raises ConfigError for one that was never added."""
+        for name in names:
+            if name not in self._definitions:
+                raise ConfigError(f"{call}: no shared value {name!r}; there are {', '.join(self.names) or 'none'}")
+        return names or self.names
+
     def text(self, name: str) -> str:
         """Version and step of a value in a few words, for messages."""
         record = self.record(name)

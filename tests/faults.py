@@ -9,6 +9,8 @@ breaks something on the rank `scene.who`, and returns or raises like a user's tr
 import dataclasses
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -20,6 +22,8 @@ from ranks import Outcome, run_ranks
 
 from syncstate import Context, Every, SharedState, SyncEngine, TensorSpec
 from syncstate.wire import channel as _channel
+from syncstate.wire.frame import Frame
+from syncstate.wire.lane import Lane
 
 __all__ = ["FAULTS", "Cell", "Fault", "Verdict", "cells", "play"]
 
@@ -79,6 +83,7 @@ class Fault:
         main: Whether main can do it.
         group_usable: Whether the default group must work afterwards, where all ranks live.
         hosted: Whether it can happen in a host, which calls the engine itself.
+        store: What the ranks meet over; `"tcp"` where it must be one that rank 0 hosts.
     """
 
     run: Callable[[Scene], Any]
@@ -89,6 +94,7 @@ class Fault:
     main: bool = True
     group_usable: bool = True
     hosted: bool = True
+    store: Literal["file", "tcp"] = "file"
 
 
 def compute_raises(scene: Scene) -> Any:
@@ -214,15 +220,22 @@ def sticks_in_a_training_collective(scene: Scene) -> Any:
 def is_stopped(scene: Scene) -> Any:
     """One rank is stopped by a signal and goes on after the timeout."""
 
-    def stop() -> None:
-        if scene.here:
-            if os.fork() == 0:
-                time.sleep(3 * SHORT)
-                os.kill(os.getppid(), signal.SIGCONT)
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGSTOP)
+    return scene.train(scene.driver(options={"timeout": SHORT}), lambda: _stop() if scene.here else None)
 
-    return scene.train(scene.driver(options={"timeout": SHORT}), stop)
+
+def store_host_is_stopped(scene: Scene) -> Any:
+    """Main, which hosts the store too, is stopped by a signal: for a while nobody can say or hear anything."""
+    return is_stopped(scene)
+
+
+def _stop() -> None:
+    """Stop this process until the others have run into their timeout."""
+    parent = os.getpid()
+    if os.fork() == 0:
+        time.sleep(3 * SHORT)
+        os.kill(parent, signal.SIGCONT)
+        os._exit(0)
+    os.kill(parent, signal.SIGSTOP)
 
 
 def is_killed(scene: Scene) -> Any:
@@ -237,6 +250,61 @@ def is_killed_in_the_engine(scene: Scene) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return scene.train(scene.driver(apply=apply, options={"timeout": SHORT * 2}))
+
+
+def is_killed_in_a_body(scene: Scene) -> Any:
+    """One rank dies while many megabytes are on the wire."""
+    return _in_a_body(scene, lambda: os.kill(os.getpid(), signal.SIGKILL), 20.0)
+
+
+def is_stopped_in_a_body(scene: Scene) -> Any:
+    """One rank is stopped while many megabytes are on the wire, and goes on after the timeout."""
+    return _in_a_body(scene, _stop, SHORT)
+
+
+def _in_a_body(scene: Scene, hit: Callable[[], object], timeout: float) -> Any:
+    driver = scene.driver(options={"timeout": timeout})
+    large = lambda ctx: torch.full((5_000_000,), ctx.step) if ctx.step == STEP else None  # noqa: E731
+    driver.state.add("large", large, every=Every(steps=1))
+    broadcast = Lane.broadcast
+
+    def hit_soon(lane: Lane, buffer: torch.Tensor, *rest: Any) -> Any:
+        operation = broadcast(lane, buffer, *rest)
+        if buffer.numel() > 1 << 20:
+            threading.Timer(0.002, hit).start()
+        return operation
+
+    lane_class: Any = Lane
+    try:
+        if scene.here:
+            lane_class.broadcast = hit_soon
+        return scene.train(driver, pace=_PACE)
+    finally:
+        lane_class.broadcast = broadcast
+
+
+def forks_and_exits(scene: Scene) -> Any:
+    """One process forks a child that leaves the engine by `sys.exit`; that is not the end of the rank."""
+    parent = os.getpid()
+
+    def fork() -> None:
+        if scene.here:
+            child = os.fork()
+            if child == 0:
+                sys.exit(3)
+            end = time.monotonic() + 5.0
+            while os.waitpid(child, os.WNOHANG) == (0, 0):
+                if time.monotonic() > end:
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                    raise AssertionError("the child hangs")
+                time.sleep(0.01)
+
+    try:
+        return scene.train(scene.driver(), fork)
+    finally:
+        if os.getpid() != parent:
+            os._exit(3)  # before it reports as if it were the rank
 
 
 def is_killed_while_connecting(scene: Scene) -> Any:
@@ -337,21 +405,22 @@ def is_interrupted_while_it_waits(scene: Scene) -> Any:
 
 def sends_no_frame(scene: Scene) -> Any:
     """Main sends bytes that are no frame."""
-    driver = scene.driver()
+    frame_class: Any = Frame
+    write = Frame.write
+
+    def spoiled(frame: Frame, *args: Any) -> Any:
+        body = write(frame, *args)
+        frame.buffer[:8] = 255
+        return body
 
     def spoil() -> None:
         if scene.here:
-            frame: Any = driver.engine._run._exchange._frame  # type: ignore[union-attr]
-            write = frame.write
+            frame_class.write = spoiled
 
-            def spoiled(*args: Any) -> Any:
-                body = write(*args)
-                frame.buffer[:8] = 255
-                return body
-
-            frame.write = spoiled
-
-    return scene.train(driver, spoil)
+    try:
+        return scene.train(scene.driver(), spoil)
+    finally:
+        frame_class.write = write
 
 
 FAULTS = {
@@ -393,6 +462,19 @@ FAULTS = {
             group_usable=False,
         ),
         Fault(is_stopped, "SyncTimeout", ("SyncTimeout", "PeerError"), ("1.5 s", "rank {who} did not report")),
+        Fault(
+            store_host_is_stopped,
+            "SyncTimeout",
+            ("SyncTimeout", "PeerError"),
+            ("1.5 s", "the key-value store of the process group no longer answers"),
+            anyone=False,
+            store="tcp",
+        ),
+        Fault(
+            is_stopped_in_a_body, "SyncTimeout", ("SyncTimeout", "PeerError"), ("1.5 s", "rank {who} did not report")
+        ),
+        Fault(is_killed_in_a_body, "PeerError", ("died",), ("rank {who}",)),
+        Fault(forks_and_exits, None, (None,)),
         Fault(is_killed, "PeerError", ("died",), ("rank {who}",)),
         Fault(is_killed_in_the_engine, "PeerError", ("died",), ()),
         Fault(is_killed_while_connecting, "SyncTimeout", ("died",), ("rank {who} did not report",)),
@@ -452,11 +534,11 @@ def cells(world_sizes: tuple[int, ...] = (2, 3, 4, 8)) -> list[Cell]:
         for world_size in world_sizes:
             others = sorted({1, world_size - 1}) if fault.anyone else []
             for who in ([0] if fault.main else []) + others:
-                matrix.append(Cell(name, world_size, who))
+                matrix.append(Cell(name, world_size, who, fault.store))
                 if "died" in fault.culprit and who == 0:
                     matrix.append(Cell(name, world_size, who, "tcp"))
                 if world_size == 2 and fault.hosted:
-                    matrix += [Cell(name, world_size, who, host=host) for host in HOSTS if host != "plain"]
+                    matrix += [Cell(name, world_size, who, fault.store, host) for host in HOSTS if host != "plain"]
     return matrix
 
 
@@ -518,7 +600,7 @@ def _judge(cell: Cell, outcome: Outcome) -> str:
     name = None if told is None else told[0]
     if rank == cell.who:
         return "" if name in fault.culprit else f"rank {rank}, the culprit: {told}, not {fault.culprit}"
-    lost = cell.store == "tcp" and cell.who == 0  # then nobody can say who it was
+    lost = cell.store != fault.store and cell.who == 0  # the store dies too, so nobody can say who it was
     if name != fault.others and not (lost and name == "PeerError"):
         return f"rank {rank}: {told}, not {fault.others}"
     missing = [] if told is None or lost else [part for part in fault.says if part.format(who=cell.who) not in told[1]]

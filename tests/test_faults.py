@@ -16,12 +16,15 @@ def _sample() -> list[Cell]:
     """For each fault one plain cell, walking through world sizes and positions; hosts; deaths on a store that dies."""
     chosen = []
     for number, name in enumerate(FAULTS):
-        mine = [cell for cell in _MATRIX if cell.fault == name and cell.store == "file" and cell.host == "plain"]
+        store = FAULTS[name].store
+        mine = [cell for cell in _MATRIX if cell.fault == name and cell.store == store and cell.host == "plain"]
         if name in _SLOW:
             mine = [cell for cell in mine if cell.world_size == 2]
         chosen.append(mine[(number * 5) % len(mine)])
     hosted = [cell for cell in _MATRIX if cell.host != "plain" and cell.fault in _HOSTED]
-    return chosen + hosted + [cell for cell in _MATRIX if cell.store == "tcp" and cell.world_size == 4]
+    return (
+        chosen + hosted + [cell for cell in _MATRIX if cell.store != FAULTS[cell.fault].store and cell.world_size == 4]
+    )
 
 
 @pytest.mark.parametrize("cell", _sample(), ids=str)

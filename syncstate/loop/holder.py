@@ -86,20 +86,20 @@ class Holder:
         self._unsettled = batch
         self.urgent |= urgent
 
-    def settle(self, step: int) -> None:
+    def settle(self, step: int, *, leaving: bool = False) -> None:
         """Wait until every rank has applied what it received, if it had anything to apply.
 
         Args:
             step: Where training is.
+            leaving: Whether this rank ends here.
 
         Raises:
             SyncStateError: A rank failed to, or did not answer in time.
         """
         batch, self._unsettled, self.urgent = self._unsettled, None, False
         if batch is not None:
-            self._channel.settle(
-                Wait(f"{batch.label}, waiting until every rank has applied it", step, batch.timeout, time.monotonic())
-            )
+            what = f"{batch.label}, waiting until every rank has applied it"
+            self._channel.settle(Wait(what, step, batch.timeout, time.monotonic()), leaving=leaving)
 
     @contextmanager
     def _telling(self, what: str, name: str, fields: Mapping[str, Any]) -> Iterator[None]:

@@ -19,7 +19,7 @@ from syncstate.loop.sources import describe
 from syncstate.state import SharedState
 from syncstate.topology import Topology
 from syncstate.wire.channel import Channel, Wait
-from syncstate.wire.meeting import Meeting
+from syncstate.wire.meeting import Groups, Meeting
 from syncstate.wire.notes import Note
 from syncstate.wire.rendezvous import meet
 
@@ -103,18 +103,19 @@ def open_sides(state: SharedState, plan: Plan, topology: Topology, options: Opti
         SyncTimeout: A rank did not come.
     """
     opened = Opened(topology, options.seconds)
-    if opened.meeting is not None:
-        groups = opened.meeting.compare("start", plan.digest.hex(), plan.text)
-        if len(groups) > 1:
-            opened.close(abrupt=False)
-            raise MismatchError("start: the plans of the ranks differ:\n  " + differences(groups))
+    groups: Groups = {}
     try:
-        opened.connect(state, plan, options)
+        if opened.meeting is not None:
+            groups = opened.meeting.compare("start", plan.digest.hex(), plan.text)
+        if len(groups) < 2:
+            opened.connect(state, plan, options)
+            return opened
     except BaseException as error:
         tell(opened, error, 0)
         opened.close(abrupt=True)
         raise
-    return opened
+    opened.close(abrupt=False)  # in good order: the ranks agree that they disagree, and can try again
+    raise MismatchError("start: the plans of the ranks differ:\n  " + differences(groups))
 
 
 def tell(opened: Opened, error: BaseException, step: int) -> Note:

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from syncstate.digest import digest_text
-from syncstate.errors import ConfigError
 from syncstate.loop.difference import plan_text
 from syncstate.loop.entry import Entry
 from syncstate.loop.options import Options
@@ -41,12 +40,8 @@ class Plan:
         self.digest = digest_text(self.text)
 
     def named(self, names: Iterable[str]) -> list[Entry]:
-        """The entries with these names, in the plan's order. Raises ConfigError for one that it does not have."""
+        """The entries with these names, in the plan's order."""
         wanted = set(names)
-        unknown = sorted(wanted - {entry.name for entry in self.entries})
-        if unknown:
-            known = ", ".join(entry.name for entry in self.entries) or "none"
-            raise ConfigError(f"sync: no shared value {unknown[0]!r}; there are {known}")
         return [entry for entry in self.entries if entry.name in wanted]
 
 

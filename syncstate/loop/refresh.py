@@ -177,9 +177,9 @@ class Refresh:
                     entry.record.announced = entry.rhythm.announced
 
     def settle(self, step: int) -> None:
-        """Wait until every rank has applied what it received."""
+        """Before leaving: wait until every rank has applied what it received."""
         for side in self._sides.values():
-            side.holder.settle(step)
+            side.holder.settle(step, leaving=True)
 
     def take(self, restored: Sequence[Entry], place: Mapping[str, Any]) -> None:
         """Bring values into force that a checkpoint has put into the records.

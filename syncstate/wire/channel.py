@@ -61,6 +61,7 @@ class Channel:
         for name in self._names:
             with Sockets(self.topology.world_size - 1) as sockets:
                 group = connect(self._meeting, self.topology, timeout, name)
+            sockets.agree(self._meeting, name)
             self._lanes[name] = Lane(group, sockets)
 
     @property
@@ -184,7 +185,7 @@ class Channel:
             self._acknowledged += 1
             self._board.acknowledge(1)
 
-    def settle(self, wait: Wait) -> None:
+    def settle(self, wait: Wait, *, leaving: bool = False) -> None:
         """Wait until every rank has acknowledged as often as this one.
 
         A broadcast tells main nothing about its receivers. Where they can fail, main asks before it sends again, and
@@ -192,6 +193,8 @@ class Channel:
 
         Args:
             wait: What to say when it fails.
+            leaving: Whether this rank ends here. Then it does not matter that the store is gone: the rank that hosts it
+                may have left before.
 
         Raises:
             SyncStateError: A rank failed or did not answer.
@@ -203,6 +206,8 @@ class Channel:
         while board.acknowledge(0) < wanted:
             if board.alarmed():
                 raise board.hear(wait.step).error()
+            if leaving and board.lost is not None:
+                return
             # A rank that left in good order has acknowledged before, so the count is looked at once more.
             if board.lost is not None or (self._broken() and board.acknowledge(0) < wanted):
                 raise broken(wait, board, self.topology, RuntimeError(board.lost or "connection closed")).error()
