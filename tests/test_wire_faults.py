@@ -416,3 +416,20 @@ def _known_beside_a_thread(rank: int, world_size: int) -> Any:
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_connections_that_a_thread_opens_are_not_taken_for_those_of_a_group(kind: Any) -> None:
     assert returned(run_ranks(_known_beside_a_thread, 4, 4, store=kind, timeout=30.0)) == [([3, 3], [], True)] * 4
+
+
+def _host_leaves_first(rank: int) -> str:
+    """Rank 0 hosts the store, and its process is over when the others close."""
+    with _engine(timeout=10.0, apply=lambda value, ctx: None) as engine:
+        engine.start()
+        engine.step(1)
+        if rank:
+            time.sleep(0.6)
+    if rank == 0:
+        os._exit(0)
+    return "left"
+
+
+def test_ranks_that_leave_after_the_host_of_the_store_see_no_error() -> None:
+    _, *others = run_ranks(_host_leaves_first, 3, store="tcp", timeout=20.0)
+    assert returned(others) == ["left", "left"]

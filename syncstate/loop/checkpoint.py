@@ -2,7 +2,7 @@
 
     {"version": 1, "seen": [step, epoch],
      "values": {name: {"data": uint8 tensor, "version": int, "computed_at": int, "applied_at": int,
-                       "next": [step, interval] where main announces it}},
+                       "next": [step, interval] where main announces it, "scattered": True where it is}},
      "flights": [{"step": int, "epoch": int, "apply_at": {name: int}, "data": {name: uint8 tensor},
                   "intervals": {name: int}}],
      "sources": {name: uint8 tensor}}
@@ -77,6 +77,8 @@ def snapshot(
                 "computed_at": record.steps[0],
                 "applied_at": record.steps[1],
             }
+            if definition.scattered:
+                values[name]["scattered"] = True
             if is_main or not definition.scattered:
                 values[name]["data"] = _tensor(encode(record.sent, allow_pickle=pickle))
             if record.announced is not None:
@@ -137,7 +139,7 @@ def parse(content: Any) -> Restored:
         summary = [str(seen)]  # without the sources' own states, which only main has
         for name, value in sorted(content["values"].items()):
             steps = f"{value['version']} {value['computed_at']} {value['applied_at']} {value.get('next')}"
-            data = value.get("data")  # of a scattered value, only on main
+            data = None if value.get("scattered") else value.get("data")  # which of a scattered one only main has
             summary.append(f"{name} {steps} " + ("" if data is None else digest_bytes(_bytes(data)).hex()))
         flights = [(flight["step"], sorted(flight["apply_at"].items())) for flight in content.get("flights", [])]
     except (LookupError, TypeError, ValueError, AttributeError) as error:

@@ -193,8 +193,8 @@ class Channel:
 
         Args:
             wait: What to say when it fails.
-            leaving: Whether this rank ends here. Then it does not matter that the store is gone: the rank that hosts it
-                may have left before.
+            leaving: Whether this rank ends here. Then it does not matter that the store has gone: the rank that hosts
+                it may have left before.
 
         Raises:
             SyncStateError: A rank failed or did not answer.
@@ -206,13 +206,17 @@ class Channel:
         while board.acknowledge(0) < wanted:
             if board.alarmed():
                 raise board.hear(wait.step).error()
-            if leaving and board.lost is not None:
+            if leaving and board.lost is not None and not self._silent():
                 return
             # A rank that left in good order has acknowledged before, so the count is looked at once more.
             if board.lost is not None or (self._broken() and board.acknowledge(0) < wanted):
                 raise broken(wait, board, self.topology, RuntimeError(board.lost or "connection closed")).error()
             if not patience.pause():
                 raise late(wait, board, self.topology).error()
+
+    def _silent(self) -> bool:
+        """Whether the store is still there and does not answer."""
+        return self._meeting is not None and self._meeting.store.lost is not None
 
     def _broken(self) -> bool:
         return any(lane.sockets.broken() for lane in self._lanes.values())
