@@ -15,10 +15,15 @@ from omegaconf import MISSING
 __all__ = [
     "AtSteps",
     "CurriculumSource",
+    "DecisionSource",
     "EveryNEpochs",
+    "EveryNSeconds",
     "EveryNSteps",
     "IndicesSource",
     "OnceAtStart",
+    "Overhead",
+    "Resync",
+    "RunInfoSource",
     "SeedSource",
     "SharedValue",
     "SyncState",
@@ -44,6 +49,26 @@ class EveryNEpochs:
 
     _target_: str = MISSING
     epochs: int = MISSING
+    start: int = MISSING
+    stop: int | None = MISSING
+
+
+@dataclass
+class EveryNSeconds:
+    """``syncstate/schedule=every_n_seconds``."""
+
+    _target_: str = MISSING
+    seconds: float = MISSING
+    start: int = MISSING
+    stop: int | None = MISSING
+
+
+@dataclass
+class Overhead:
+    """``syncstate/schedule=overhead``."""
+
+    _target_: str = MISSING
+    overhead: float = MISSING
     start: int = MISSING
     stop: int | None = MISSING
 
@@ -93,17 +118,59 @@ class IndicesSource:
     k: int | None = MISSING
     weights: Any = MISSING
     replacement: bool = MISSING
+    send: str = MISSING
 
 
 @dataclass
 class CurriculumSource:
-    """``syncstate/values=[curriculum]``."""
+    """``syncstate/values=[curriculum]`` and ``[curriculum_quantile]``."""
 
     _target_: str = MISSING
     schedule: str = MISSING
-    start: float = MISSING
-    end: float = MISSING
-    steps: int = MISSING
+    start: float | None = MISSING
+    end: float | None = MISSING
+    steps: int | None = MISSING
+    degree: float = MISSING
+    milestones: Any = MISSING
+    multiple: float | None = MISSING
+    quantile: float | None = MISSING
+    warmup: int = MISSING
+    smoothing: float = MISSING
+    initial: float | None = MISSING
+
+
+@dataclass
+class DecisionSource:
+    """``syncstate/values=[stop]``."""
+
+    _target_: str = MISSING
+    predicate: Any = MISSING
+    reduce: Any = MISSING
+    stop_host: bool = MISSING
+
+
+@dataclass
+class RunInfoSource:
+    """``syncstate/values=[run_info]``."""
+
+    _target_: str = MISSING
+    _recursive_: bool = MISSING
+    run_dir: Any = MISSING
+    extra: Any = MISSING
+
+
+@dataclass
+class Resync:
+    """``syncstate/resync``: the same keys in every option."""
+
+    _target_: str = MISSING
+    every: Any = None
+    mode: str = MISSING
+    source: str = MISSING
+    include: list[str] = MISSING
+    exclude: list[Any] = MISSING
+    bucket_bytes: int = MISSING
+    on_drift: Any = MISSING
 
 
 @dataclass
@@ -151,12 +218,17 @@ def register() -> None:
     schemas = {
         "every_n_steps": EveryNSteps,
         "every_n_epochs": EveryNEpochs,
+        "every_n_seconds": EveryNSeconds,
+        "overhead": Overhead,
         "at_steps": AtSteps,
         "once": OnceAtStart,
         "transport": Transport,
         "seed": SeedSource,
         "indices": IndicesSource,
         "curriculum": CurriculumSource,
+        "decision": DecisionSource,
+        "run_info": RunInfoSource,
+        "resync": Resync,
         "syncstate": SyncState,
     }
     for name, schema in schemas.items():

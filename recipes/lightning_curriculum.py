@@ -2,8 +2,9 @@
 
 Handwritten digits, two in five of the training labels wrong. A network learns the right labels first, because they
 agree with each other, and the wrong ones later, by heart. So a sample whose loss is large after a while probably has a
-wrong label. The curriculum is a threshold on the loss of a sample that comes down during training: what lies above it
-is left out.
+wrong label. The curriculum is a threshold on the loss of a sample: what lies above it is left out. By the config it
+comes down with the steps (`falling_limit`), or it is a quantile of the losses that all ranks have seen since the last
+refresh (`quantile_limit`), which follows the training by itself.
 
 Three values are shared by the ranks: a seed and the order of the samples, new in every epoch, and the threshold, new
 every `syncstate.schedule.steps` optimizer steps. The ranks must agree on all of them, or they would learn from
@@ -12,6 +13,7 @@ overlapping shards by different rules.
     python recipes/lightning_curriculum.py
     python recipes/lightning_curriculum.py syncstate.schedule.steps=7 'seeds=[0]'
     python recipes/lightning_curriculum.py --multirun syncstate.schedule.steps=5,10
+    python recipes/lightning_curriculum.py 'syncstate/values=[seed,indices,quantile_limit]'
 """
 
 import logging
@@ -70,6 +72,8 @@ class Digits(LightningModule):
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         images, labels = batch
         losses = nn.functional.cross_entropy(self.network(images), labels, reduction="none")
+        if self.curriculum:
+            shared(self).observe("curriculum", losses)  # of all samples; only a limit by quantile takes them
         kept = losses <= shared(self)["curriculum"] if self.curriculum else torch.ones_like(losses, dtype=torch.bool)
         loss = (losses * kept).sum() / kept.sum().clamp(min=1)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)

@@ -183,6 +183,11 @@ def define(
         raise ConfigError(f"{owner}: deliver must be 'broadcast' or 'scatter', got {deliver!r}")
     if checkpoint is not None and not isinstance(checkpoint, bool):
         raise ConfigError(f"{owner}: checkpoint must be true or false, got {checkpoint!r}")
+    own_initial = getattr(source, "initial", MISSING)
+    if initial is MISSING:
+        initial = own_initial
+    elif own_initial is not MISSING:
+        source.initial = initial  # what it goes on from while nothing is known
     definition = Definition(
         name=name,
         source=source,
@@ -194,7 +199,7 @@ def define(
         derive=getattr(source, "derive", None),
         spec=parse_spec(owner, spec),
         device=_device(owner, device),
-        initial=getattr(source, "initial", MISSING) if initial is MISSING else initial,
+        initial=initial,
         transport=check_transport(owner, async_op, lag, scope, timeout),
         checkpoint=checkpoint,
         compute=compute,

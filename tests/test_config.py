@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from syncstate import At, Context, Every, Once, SyncEngine
 from syncstate.config import build
 from syncstate.errors import ConfigError
+from syncstate.values.plateau import Plateau
 
 CALLBACK = "callbacks=[default,syncstate]"
 SEED = "syncstate/values=[seed]"
@@ -25,6 +27,11 @@ SEED_EVERY = "syncstate/schedule@syncstate.values.seed.every"
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with importable(write_project(tmp_path_factory.mktemp("project"))) as folder:
         yield folder
+
+
+def late(ctx: Context) -> bool:
+    """A vote that a config names."""
+    return ctx.step >= 5
 
 
 @pytest.fixture
@@ -78,6 +85,16 @@ def test_the_period_is_one_key(composed: Callable[..., DictConfig]) -> None:
     [
         ("every_n_steps", {"_target_": "syncstate.Every", "steps": 100, "start": 0, "stop": None}, Every(steps=100)),
         ("every_n_epochs", {"_target_": "syncstate.Every", "epochs": 1, "start": 0, "stop": None}, Every(epochs=1)),
+        (
+            "every_n_seconds",
+            {"_target_": "syncstate.Every", "seconds": 60.0, "start": 0, "stop": None},
+            Every(seconds=60),
+        ),
+        (
+            "overhead",
+            {"_target_": "syncstate.Every", "overhead": 0.01, "start": 0, "stop": None},
+            Every(overhead=0.01),
+        ),
         ("at_steps", {"_target_": "syncstate.At", "steps": [0]}, At([0])),
         ("once", {"_target_": "syncstate.Once"}, Once()),
     ],
@@ -95,6 +112,61 @@ def test_values_are_chosen_as_a_list(composed: Callable[..., DictConfig]) -> Non
     state, _ = build(cfg)
     assert state.names == ("seed", "indices")
     assert state._definitions["seed"].every is None
+
+
+def test_a_transport_is_one_group_whose_keys_stay(composed: Callable[..., DictConfig]) -> None:
+    overrides = ("syncstate.transport.lag=3", "syncstate.transport.timeout=12")
+    for transport, async_op in (("blocking", False), ("async", True)):
+        options = build(composed(f"syncstate/transport={transport}", *overrides))[1]
+        assert (options["async_op"], options["lag"], options["timeout"]) == (async_op, 3, 12.0)
+
+
+def test_a_curriculum_by_quantile_is_an_option_of_its_own(composed: Callable[..., DictConfig]) -> None:
+    own = ("syncstate.values.curriculum.source.quantile=0.75", "syncstate.values.curriculum.source.warmup=50")
+    state, _ = build(composed("syncstate/values=[curriculum_quantile]", *own))
+    source = state.definition("curriculum").source
+    assert (source.quantile, source.warmup, source.collect) == (0.75, 50, "observed")
+    assert state["curriculum"] == math.inf
+    node = composed("syncstate/values=[curriculum]", own[0])
+    with pytest.raises(ConfigError, match=r"(?s)values\.curriculum\.source.*not both.*start=0\.0.*Leave these out"):
+        build(node)
+
+
+def test_a_curriculum_in_stairs_takes_its_milestones(composed: Callable[..., DictConfig]) -> None:
+    key = "syncstate.values.curriculum.source"
+    stairs = composed(
+        "syncstate/values=[curriculum]", f"{key}.schedule=step", f"{key}.end=null", f"{key}.milestones={{10: 0.5}}"
+    )
+    source = build(stairs)[0].definition("curriculum").source
+    assert [source.compute(Context(step=step)) for step in (9, 10)] == [0, 0.5]
+
+
+def test_a_stop_decision_has_its_predicate_and_its_host_by_keys(composed: Callable[..., DictConfig]) -> None:
+    key = "syncstate.values.stop.source"
+    plateau = "{_target_: syncstate.values.plateau.Plateau, metric: loss, patience: 2}"
+    state, _ = build(
+        composed("syncstate/values=[stop]", f"{key}.predicate={plateau}", f"{key}.reduce=main", f"{key}.stop_host=true")
+    )
+    stop = state.definition("stop").source
+    assert (type(stop.predicate), stop.predicate.patience, stop.rule, stop.stop_host) == (Plateau, 2, "main", True)
+    method = "{_target_: hydra.utils.get_method, path: test_config.late}"
+    state, _ = build(composed("syncstate/values=[stop]", f"{key}.predicate={method}", f"{key}.reduce=0.5"))
+    stop = state.definition("stop").source
+    assert [stop.collect(Context(step=step)) for step in (4, 5)] == [(False, 0), (True, 0)]
+    assert (stop.rule, state["stop"]) == (0.5, False)
+
+
+def test_the_runs_directory_and_config_are_keys(composed: Callable[..., DictConfig], tmp_path: Path) -> None:
+    key = "syncstate.values.run_info.source"
+    state, options = build(
+        composed("syncstate/values=[run_info]", f"{key}.run_dir='{tmp_path}/{{run_id}}'", f"{key}.extra=${{data}}")
+    )
+    assert state.definition("run_info").every == Once()
+    with SyncEngine(state, **options) as engine:
+        engine.start()
+    assert [str(path) for path in tmp_path.iterdir()] == [state["run_info"]["run_dir"]]
+    # Told as it stands there: nothing is built from it.
+    assert state["run_info"]["extra"] == {"_target_": "src.data.Numbers", "size": 16, "batch_size": 2}
 
 
 def test_a_value_takes_a_schedule_of_its_own_by_group(composed: Callable[..., DictConfig]) -> None:
@@ -171,6 +243,11 @@ def test_a_tree_that_hydra_instantiated_builds_the_same(composed: Callable[..., 
         (["syncstate.verify_values=perhaps"], ["syncstate.verify_values", "'perhaps'", "bool"]),
         (["syncstate.sede=1"], ["syncstate.sede"]),
         ([SEED, "syncstate.values.seed.evry=1"], ["syncstate.values.seed.evry"]),
+        (
+            ["syncstate/schedule=every_n_seconds", "syncstate.schedule.seconds=x"],
+            ["syncstate.schedule.seconds", "Float"],
+        ),
+        (["syncstate/schedule=overhead", "syncstate.schedule.steps=2"], ["syncstate.schedule.steps"]),
         ([SEED, "syncstate.values.seed.source.base=x"], ["syncstate.values.seed.source.base", "'x'", "Integer"]),
         ([SEED, "syncstate.values.seed.source.bass=1"], ["syncstate.values.seed.source.bass"]),
     ],
@@ -194,9 +271,16 @@ def test_wrong_types_and_unknown_keys_fail_while_composing(
         (["syncstate/schedule=once", "+syncstate.schedule.steps=2"], ["syncstate.schedule.steps", "allowed are none"]),
         (["+syncstate.transprot=1"], ["syncstate.transprot", "allowed are schedule, transport"]),
         (["+syncstate.transport.log=1"], ["syncstate.transport.log", "allowed are async_op, lag"]),
-        (["+syncstate.resync.mode=check"], ["syncstate.resync", "not available yet"]),
+        (["+syncstate.resync.mdoe=check"], ["syncstate.resync.mdoe", "allowed are _target_, module, every, mode"]),
+        (["+syncstate.resync.mode=chekc"], ["syncstate.resync", "'chekc'"]),
         ([SEED, "+syncstate.values.seed.evry=1"], ["syncstate.values.seed.evry", "allowed are source, every"]),
         ([SEED, "+syncstate.values.seed.source.bass=1"], ["syncstate.values.seed.source", "bass"]),
+        (
+            ["syncstate/schedule=overhead", "syncstate.schedule.overhead=1"],
+            ["syncstate.schedule.overhead=1", "0 and 1"],
+        ),
+        (["syncstate/values=[stop]", "syncstate.values.stop.source.reduce=most"], ["values.stop.source", "'most'"]),
+        (["syncstate/values=[run_info]", "syncstate.values.run_info.source.run_dir='{b}'"], ["run_info.source", "{b}"]),
         (["syncstate/values=[indices]"], ["syncstate.values.indices.source.population has no value"]),
         (
             [SEED, f"{SEED_EVERY}=every_n_steps", "syncstate.values.seed.every.steps=0"],

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 import syncstate.config
 import syncstate.configs
-from syncstate import At, Context, Every, Once, SharedState, SyncEngine, TensorSpec
+from syncstate import At, Context, Every, Once, ParameterResync, SharedState, SyncEngine, TensorSpec
 from syncstate.config import build
 from syncstate.errors import ConfigError
 
@@ -139,6 +139,7 @@ def test_keys_are_the_argument_names_of_the_constructors() -> None:
     assert {*config.ENGINE, *config.TRANSPORT, "state", "every", "resync"} == keys_of(SyncEngine)
     assert {*config.STATE, "values"} == keys_of(SharedState)
     assert {*config.VALUE, "name"} == keys_of(SharedState.add)
+    assert set(config.RESYNC) == keys_of(ParameterResync)
     assert {kind: set(keys) for kind, keys in config.SCHEDULES.items()} == {k: keys_of(k) for k in (Every, At, Once)}
 
 
@@ -148,23 +149,53 @@ def yaml_of(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in node.items() if key != "defaults"}
 
 
+def keys_in(path: Path) -> dict[str, Any]:
+    """What a file sets of the thing that it builds, on top of what the option sets that it begins with."""
+    node = yaml_of(path)
+    if path.parent.name != "values":
+        return node
+    ((name, value),) = node.items()
+    first = path.stem.removesuffix("_quantile")  # a second option for one value
+    assert (name, list(value)) == (first, ["source"])
+    below = {} if first == path.stem else keys_in(path.with_stem(first))
+    return {**below, **value["source"]}
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("syncstate/**/*.yaml")), ids=lambda p: str(p.relative_to(CONFIGS)))
 def test_yaml_keys_and_defaults_are_those_of_what_they_build(path: Path) -> None:
-    node = yaml_of(path)
-    if path.parent.name == "values":
-        ((name, value),) = node.items()
-        assert (name, list(value)) == (path.stem, ["source"])
-        node = value["source"]
-    target = node.pop("_target_", None)
+    node = keys_in(path)
+    target, _ = node.pop("_target_", None), node.pop("_recursive_", None)
     if target is not None:
         parameters = dict(inspect.signature(hydra.utils.get_object(target)).parameters)
     else:
         # The same keys in every transport; the engine's defaults are the blocking ones.
         parameters = {**inspect.signature(SyncEngine).parameters, **inspect.signature(SharedState).parameters}
     assert set(node) <= set(parameters)
-    if path.stem in ("default", "blocking", "seed", "indices"):
+    if path.parent.name == "values":
+        assert set(node) == set(parameters)
+    if path.stem in ("default", "blocking", "seed", "indices", "stop", "run_info"):
         defaults = {k: parameters[k].default for k in node if parameters[k].default is not inspect.Parameter.empty}
         assert {k: node[k] if node[k] != [] else () for k in defaults} == defaults
+
+
+def test_all_transports_have_the_same_keys_and_differ_in_the_mode() -> None:
+    blocking, asynchronous = (yaml_of(CONFIGS / "syncstate/transport" / f"{n}.yaml") for n in ("blocking", "async"))
+    assert list(blocking) == list(asynchronous)
+    assert {key for key in blocking if blocking[key] != asynchronous[key]} == {"async_op"}
+
+
+def test_schedules_differ_in_their_unit_only() -> None:
+    units = {
+        path.stem: set(node) - {"_target_", "start", "stop"}
+        for path in (CONFIGS / "syncstate/schedule").glob("*.yaml")
+        if "start" in (node := yaml_of(path))
+    }
+    assert units == {
+        "every_n_steps": {"steps"},
+        "every_n_epochs": {"epochs"},
+        "every_n_seconds": {"seconds"},
+        "overhead": {"overhead"},
+    }
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("syncstate/**/*.yaml")), ids=lambda p: str(p.relative_to(CONFIGS)))

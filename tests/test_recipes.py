@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra_project import run_in
 
-from syncstate import At, Every, Once
+from syncstate import At, Context, Every, Once
 from syncstate.config import build
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,6 +100,24 @@ def test_the_lightning_recipe_draws_its_figure_into_its_one_directory(lightning_
     assert len({tuple(pixel) for pixel in pixels[::4, ::4, :3].reshape(-1, 3).tolist()}) > 10
 
 
+def test_the_limit_of_the_lightning_recipe_follows_the_losses_of_all_ranks_by_config(tmp_path: Path) -> None:
+    output = succeeded(
+        run(
+            tmp_path, LIGHTNING, "seeds=[0]", "trainer.max_epochs=7", "syncstate/values=[seed,indices,quantile_limit]",
+            "syncstate.values.curriculum.source.warmup=15",
+        )
+    )  # fmt: skip
+    found = tables(output)
+    assert list(found) == [
+        f"step {step}, refresh {count}: all ranks agree" for step, count in ((0, 1), (10, 2), (30, 4), (70, 8))
+    ]
+    assert all(len(rows) == 2 and rows[0] == rows[1] for rows in found.values())
+    first, second, *later = [float(rows[0][2].split()[0]) for rows in found.values()]
+    assert first == second == float("inf")
+    assert all(0 < limit < 5 for limit in later)
+    assert "agreed on all values after 16 of 16 refreshes" in output
+
+
 def test_a_sweep_of_the_lightning_recipe_runs_each_job_once(tmp_path: Path) -> None:
     output = succeeded(run(tmp_path, LIGHTNING, "--multirun", *SHORT[LIGHTNING], "syncstate.schedule.steps=5,10"))
     assert output.count("Launching 2 jobs") == 1
@@ -181,8 +199,19 @@ def test_a_value_of_a_recipe_gets_a_schedule_of_its_own(recipe: str) -> None:
     overrides = [
         "syncstate/schedule@syncstate.values.seed.every=every_n_steps",
         "syncstate.values.seed.every.steps=7",
-        f"syncstate/values=[seed{',indices,curriculum' if recipe == 'lightning_curriculum' else ''}]",
+        f"syncstate/values=[seed{',indices,falling_limit' if recipe == 'lightning_curriculum' else ''}]",
     ]
     with initialize_config_dir(CONFIGS, version_base="1.3"):
         state, _ = build(compose(recipe, overrides).syncstate)
     assert state.definition("seed").every == Every(steps=7)
+
+
+def test_another_curriculum_leaves_nothing_of_the_first() -> None:
+    sources = {}
+    for option in ("falling_limit", "quantile_limit"):
+        with initialize_config_dir(CONFIGS, version_base="1.3"):
+            node = compose("lightning_curriculum", [f"syncstate/values=[seed,indices,{option}]"]).syncstate
+        sources[option] = build(node)[0].definition("curriculum").source
+    falling, quantile = sources.values()
+    assert [falling.compute(Context(step=step)) for step in (0, 100, 200)] == [8.0, 4.5, 1.0]
+    assert (falling.collect, quantile.collect, quantile.quantile, quantile.warmup) == (None, "observed", 0.6, 40)
