@@ -18,7 +18,7 @@ __all__ = ["make"]
 
 
 def run_part(
-    rank: int, folder: str, attached: bool, first: int, last: int, save_at: int | None
+    rank: int, folder: str, attached: bool, options: dict[str, Any], first: int, last: int, save_at: int | None
 ) -> list[tuple[int, int, int, Any]]:
     """Batches `first` to `last` of two epochs of seven, accumulating two; returns what the values were in each."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -28,7 +28,9 @@ def run_part(
     state.add("once", lambda ctx: float(torch.rand(())), every=Once())
     state.add("seed", Seed(), every=Every(epochs=1))
     state.add("at", lambda ctx: ctx.step, every=At([4]), initial=-1)
-    hook = SyncStateHook(accelerator, state)
+    ranks: dict[str, Any] = {"collect": lambda ctx: ctx.rank + ctx.step, "reduce": "sum"}
+    state.add("sum", lambda ctx: ctx.collected + (ctx.previous or 0), every=Every(steps=1), **ranks)
+    hook = SyncStateHook(accelerator, state, **options)
     if first:
         accelerator.load_state(folder)
     seen: list[tuple[int, int, int, Any]] = []
@@ -55,13 +57,16 @@ def run_part(
 
 
 @pytest.mark.parametrize(("attached", "save_at"), [(False, 9), (True, 6)])
-def test_a_resumed_run_holds_what_an_unbroken_one_does(tmp_path: Path, attached: bool, save_at: int) -> None:
+@pytest.mark.parametrize("options", [{}, {"async_op": True, "lag": 2}, {"lag": 2}], ids=["at once", "async", "held"])
+def test_a_resumed_run_holds_what_an_unbroken_one_does(
+    tmp_path: Path, options: dict[str, Any], attached: bool, save_at: int
+) -> None:
     folder = str(tmp_path / "state")
-    unbroken = returned(run_ranks(run_part, 2, folder, attached, 0, 14, save_at))
-    resumed = returned(run_ranks(run_part, 2, folder, attached, save_at + 1, 14, None))
+    unbroken = returned(run_ranks(run_part, 2, folder, attached, options, 0, 14, save_at))
+    resumed = returned(run_ranks(run_part, 2, folder, attached, options, save_at + 1, 14, None))
     assert resumed == [values[save_at + 1 :] for values in unbroken]
     assert [row[2:] for row in unbroken[0]] == [row[2:] for row in unbroken[1]]
-    assert len({row[3]["walk"] for row in unbroken[0]}) == 5
+    assert len({row[3]["walk"] for row in unbroken[0]}) == (4 if options else 5)
     # Plain containers and tensors, which need no trust.
     assert torch.load(tmp_path / "state" / "custom_checkpoint_0.pkl", weights_only=True)["engine"]["version"] == 1
 
