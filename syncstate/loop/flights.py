@@ -43,7 +43,6 @@ class Flights:
         self._stats = stats
         self._flights = flights
         self._flying: list[Flight] = []  # those on the wire
-        self._renewed: set[str] = set()
         self.recount()
 
     def __bool__(self) -> bool:
@@ -147,10 +146,8 @@ class Flights:
         self._advance()
         names: tuple[str, ...] = ()
         failure: Failure | None = None
-        # A start before the last launch: what was launched comes at once, and not over what comes from now on.
-        back = bool(self._flights) and step < self._flights[-1].step
         for flight in list(self._flights):
-            mine = list(flight.pending) if back else flight.due(step)
+            mine = flight.due(step)
             if not mine:
                 continue
             self._await(flight)
@@ -253,12 +250,8 @@ class Flights:
                 return
 
     def supersede(self, names: Iterable[str]) -> None:
-        """Values that are about to be computed anew; see `superseded`."""
-        self._renewed = set(names)
-
-    def superseded(self, names: Iterable[str]) -> None:
-        """They were: what is on its way of them, and has arrived, counts as having been in force."""
-        wanted = self._renewed.intersection(names)
+        """Values that were computed anew: what has arrived of them counts as having been in force."""
+        wanted = set(names)
         for flight in self._flights:
             mine = [name for name in flight.pending if name in wanted and flight.values is not None]
             for name in mine:

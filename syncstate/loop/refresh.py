@@ -138,7 +138,7 @@ class Refresh:
             self._follow(batch, [None] * len(batch.rhythms), fields["step"])
         else:
             if prompt:
-                self.flights.superseded(batch.names)
+                self.flights.supersede(batch.names)
             self._follow(batch, result.intervals, fields["step"])
             names = self._received(side, batch, result, fields, prompt)
         seconds = time.monotonic() - begun

@@ -143,7 +143,6 @@ class Run:
         with _Part(self, call, place["step"]):
             self._look(place["step"])
             self._refresh.flights.drain()
-            self._refresh.flights.supersede([entry.name for entry in due])
             result = self._refresh.sync(due, place, prompt=True) if due else Result(())
             self._check(result, True, place["step"])
         if self._sink is not None:
