@@ -7,6 +7,8 @@ in every step, and weigh their characters differently. A second one is the tempe
     torchrun --nproc-per-node 2 recipes/accelerate_curriculum.py
     accelerate launch --num_processes 2 --cpu recipes/accelerate_curriculum.py
     python recipes/accelerate_curriculum.py syncstate.schedule.steps=5        # one process
+    torchrun --nproc-per-node 2 recipes/accelerate_curriculum.py syncstate/transport=async syncstate.transport.lag=2
+    torchrun --nproc-per-node 2 recipes/accelerate_curriculum.py syncstate/schedule=overhead  # as often as 1 % allows
 
 All ranks write to one directory, by the `hydra.run.dir` line of the config. The ranks of torchrun and of `accelerate
 launch` agree on its `RUN_ID` by themselves; with another launcher set it: `RUN_ID=first mpirun ...`

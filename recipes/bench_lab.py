@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from syncstate import Context, Every, SharedState, SyncEngine
 
-__all__ = ["Lab", "Operation", "Reading", "Settings"]
+__all__ = ["Lab", "Operation", "Reading", "Settings", "quartiles"]
 
 _WARM_UP = 5
 
@@ -36,6 +36,7 @@ class Settings:
     indices: int
     calls: int
     blocks: int
+    resync: int = 66_406
 
 
 class Operation(NamedTuple):
@@ -109,6 +110,7 @@ class Lab:
         want: Sequence[Any],
         target: Mapping[int, float] | None = None,
         share: float = 1.0,
+        excess: bool = False,
     ) -> None:
         """Time an operation over a baseline.
 
@@ -118,6 +120,7 @@ class Lab:
             want: What every rank must hold after either; looked at before anything is timed.
             target: World size -> the ratio to reach; None for a peer.
             share: Of the configured repetitions, for operations that take long.
+            excess: Tell by how many percent it takes longer, in place of the ratio.
         """
         given = self.settings.peer_repetitions if target is None else self.settings.repetitions
         pair = (over, operation)
@@ -131,8 +134,9 @@ class Lab:
         for _ in range(max(1, round(given * share))):
             for index in self._order.sample((0, 1), 2):
                 times[index].append(self._timed(pair[index].run))
-        (_, base, _), (low, middle, high) = (_quartiles(self._slowest(taken)) for taken in times)
-        self._note(contender, target, middle / base, low / base, high / base, seconds=middle, baseline=base)
+        (_, base, _), found = (quartiles(self._slowest(taken)) for taken in times)
+        low, middle, high = (100 * (x / base - 1) if excess else x / base for x in found)
+        self._note(contender, target, middle, low, high, seconds=found[1], baseline=base)
 
     def microseconds(
         self,
@@ -162,7 +166,7 @@ class Lab:
                 self.meet()
                 if turn == self.rank:
                     times.append(_seconds(lambda: block(calls)))
-        low, middle, high = _quartiles([taken / calls * 1e6 for taken in self._slowest(times)])
+        low, middle, high = quartiles([taken / calls * 1e6 for taken in self._slowest(times)])
         self._note(contender, target, middle, low, high, seconds=middle / 1e6)
 
     def collectives(self, contender: str, operation: Operation, *, target: Mapping[int, float] | None = None) -> None:
@@ -181,15 +185,16 @@ class Lab:
         self._note(contender, target, most, most, most)
 
     @contextmanager
-    def shared(self, values: Sequence[Any]) -> Iterator[Operation]:
+    def shared(self, values: Sequence[Any], **options: Any) -> Iterator[Operation]:
         """An engine that shares these values, each under a name of its own, at every step.
 
         Args:
             values: What main computes; the other ranks' are not looked at.
+            options: Further arguments of `SharedState.add`.
         """
         state = SharedState()
         for index, value in enumerate(values):
-            state.add(f"value_{index}", _source(value), every=Every(steps=1))
+            state.add(f"value_{index}", _source(value), every=Every(steps=1), **options)
         step = 0
 
         def run() -> None:
@@ -237,7 +242,7 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def _quartiles(numbers: Sequence[float]) -> tuple[float, float, float]:
+def quartiles(numbers: Sequence[float]) -> tuple[float, float, float]:
     """Lower quartile, median, upper quartile."""
     if len(numbers) == 1:
         return numbers[0], numbers[0], numbers[0]

@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 __all__ = ["draw"]
 
-_LABELS = {"x": "ratio", "us": "microseconds", "collectives": "number"}
+_LABELS = {"x": "ratio", "%": "percent", "us": "microseconds", "collectives": "number"}
 _COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown")
 _INCHES = 0.3  # of a line
 _SPREAD = 0.5  # of a line, over which the numbers of ranks are spread
@@ -100,14 +100,14 @@ class _Panel:
         """A logarithmic axis where the numbers span more than one order of magnitude."""
         marks = [number for f in self.figures for number in (f.value, *f.runs, f.target) if number]
         low, high = min(marks), max(marks)
-        if high > 10 * low:
+        if 0 < low < high / 10:
             axes.set_xscale("log")
             axes.set_xlim(low / 1.4, high * 1.4)
             axes.xaxis.set_major_locator(LogLocator(subs=(1,) if high > 1000 * low else (1, 2, 5)))
             axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:g}"))
             axes.xaxis.set_minor_locator(NullLocator())
         else:
-            axes.set_xlim(0, 1.15 * high)
+            axes.set_xlim(min(0, 1.15 * low), 1.15 * high)
         if self.unit == "x":
             axes.axvline(1, color="0.6", linewidth=0.8, zorder=1)
         axes.grid(axis="x", color="0.88", linewidth=0.6)

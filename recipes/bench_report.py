@@ -148,8 +148,8 @@ def told(number: float, unit: str) -> str:
     """A figure with its unit, to three digits."""
     if unit == "collectives":
         return f"{number:.0f}"
-    digits = 2 if number < 10 else 1 if number < 100 else 0
-    return f"{number:.{digits}f}" + {"x": "", "us": " us"}[unit]
+    digits = 2 if abs(number) < 10 else 1 if abs(number) < 100 else 0
+    return f"{number:.{digits}f}" + {"x": "", "us": " us", "%": " %"}[unit]
 
 
 def table(figures: Sequence[Figure], machine: Machine) -> str:

@@ -12,6 +12,8 @@ import torch
 from bench_hosts import accelerate_hook, lightning_callback
 from bench_lab import Lab
 from bench_peers import accelerate_dict, ignite_each, installed, object_list, raw, shape_first
+from bench_resync import average_all, compare_equal, copy_all, repair_one
+from bench_training import train_with_syncs
 
 from syncstate import Every, SharedState, SyncEngine
 
@@ -24,15 +26,15 @@ class Row:
 
     Attributes:
         title: What is done.
-        unit: `"x"`, a ratio; `"us"`, microseconds; or `"collectives"`.
+        unit: `"x"`, a ratio; `"%"`; `"us"`, microseconds; or `"collectives"`.
         measured: What the numbers are.
-        measure: Takes the readings, on every rank.
+        measure: Takes the readings, on every rank; None where they are taken over a slow link, by `bench_link`.
     """
 
     title: str
     unit: str
     measured: str
-    measure: Callable[[Lab], None]
+    measure: Callable[[Lab], None] | None
 
 
 ROWS: dict[str, Row] = {}
@@ -106,6 +108,14 @@ def collectives(lab: Lab) -> None:
         lab.collectives("syncstate, 20 small tensors", sync, target={2: 1})
     with lab.shared([large]) as sync:
         lab.collectives("syncstate, more than a frame", sync, target={2: 2})
+    with lab.shared([0], collect=lambda ctx: ctx.rank) as sync:
+        lab.collectives("syncstate, with collect", sync, target={2: 2})
+    with lab.shared([0], collect=lambda ctx: large) as sync:
+        lab.collectives("syncstate, with a large collect", sync, target={2: 3})
+    with lab.shared([[values] * lab.ranks], deliver="scatter") as sync:
+        lab.collectives("syncstate, scatter", sync, target={2: 1})
+    with lab.shared([[large] * lab.ranks], deliver="scatter") as sync:
+        lab.collectives("syncstate, a large scatter", sync, target={2: 2})
     peers: dict[str, Any] = {
         "object list, either": lambda: object_list(values),
         "accelerate, dict of 20": lambda: accelerate_dict({f"value_{i}": value for i, value in enumerate(values)}),
@@ -114,6 +124,41 @@ def collectives(lab: Lab) -> None:
     }
     for name, peer in installed(peers if lab.settings.peers else {}):
         lab.collectives(name, peer)
+
+
+@row("Training with a sync every 10 steps", "%", "how much longer ten steps take than without")
+def training(lab: Lab) -> None:
+    train_with_syncs(lab, target={2: 1.0, 4: 1.0})
+
+
+@row("Resync of 256 tensors, nothing has drifted", "x", "time over one raw broadcast of the same bytes")
+def resync_equal(lab: Lab) -> None:
+    compare_equal(lab)
+
+
+@row("Resync, one number has drifted", "x", "time over a check and the broadcast of a bucket of 25 MB")
+def resync_one(lab: Lab) -> None:
+    repair_one(lab)
+
+
+@row("Resync, a full copy", "x", "time over one raw broadcast and two memory copies of the same bytes")
+def resync_copy(lab: Lab) -> None:
+    copy_all(lab)
+
+
+@row("Resync, an average", "x", "time over one raw all_reduce and two memory copies of the same bytes")
+def resync_average(lab: Lab) -> None:
+    average_all(lab)
+
+
+# These are measured together, in one run on two hosts.
+ROWS |= {
+    "link": Row("After each step over a slow link", "%", "of what a blocking sync adds to a step", None),
+    "link_wait": Row("Waiting for a slow link, idle processor", "%", "of the time on the wire", None),
+    "link_busy": Row(
+        "Computing steps, over a slow link", "x", "step time over that with a bare async_op broadcast", None
+    ),
+}
 
 
 def ten_values() -> SharedState:

@@ -62,4 +62,12 @@ class PeerError(SyncStateError):
 
 
 class DriftError(SyncStateError):
-    """Parameters or buffers differ between replicas; carries the report."""
+    """Parameters or buffers differ between replicas.
+
+    Attributes:
+        report: The `DriftReport`, which says which tensors, on which ranks, by how much.
+    """
+
+    def __init__(self, text: str = "", report: object = None) -> None:
+        super().__init__(text)
+        self.report = report

@@ -10,7 +10,7 @@ from ranks import returned, run_ranks
 
 from syncstate import Context, Every, SharedState, SyncEngine, TensorSpec
 from syncstate.context import generator
-from syncstate.errors import SyncStateError
+from syncstate.errors import ComputeError, SyncStateError
 
 PATIENCE = 300.0
 EACH = Every(steps=1)
@@ -265,3 +265,35 @@ def test_a_kept_failure_is_logged_with_the_step_of_its_launch(caplog: pytest.Log
     assert caplog.messages[0].startswith(
         "the old values stay: value 'x' at step 3 on main (rank 0): ValueError: boom 3\nTraceback on rank 0:"
     )
+
+
+def start_twice(rank: int) -> Any:
+    """The second start fails for one value, after another one was sent; then it is tried again."""
+    tries: list[int] = []
+
+    def moody(ctx: Context) -> int:
+        tries.append(ctx.step)
+        if ctx.step == 4 and tries.count(4) == 1:
+            raise ValueError("not yet")
+        return ctx.step
+
+    state = SharedState()
+    state.add("far", lambda ctx: torch.full((3000,), ctx.step), every=Every(steps=1), async_op=True, lag=3)
+    state.add("moody", moody, every=Every(steps=4))
+    with SyncEngine(state, timeout=20.0) as engine:
+        engine.start()
+        engine.step(1)
+        engine.close()
+        with pytest.raises(ComputeError):
+            engine.start(4)
+        engine.start(4)
+        saved = engine.state_dict() if rank else None
+        for step in (5, 6, 7):
+            engine.step(step)
+        return saved is not None, int(state["far"][0]), state["moody"], state.info("far")[:3]
+
+
+def test_a_start_that_fails_keeps_what_it_has_sent_for_the_next_try() -> None:
+    seen = returned(run_ranks(start_twice, 3))
+    assert [row[1:] for row in seen] == [seen[0][1:]] * 3
+    assert seen[0][1:3] == (4, 4)

@@ -49,7 +49,7 @@ def _groups(
     groups: dict[str, dict[str, tuple[list[int], str]]] = {name: {} for name in names}
     for ranks, text in held.values():
         for name, (digest, shown) in json.loads(text).items():
-            group = groups[name].setdefault(digest, ([], shown))
+            group = groups.setdefault(name, {}).setdefault(digest, ([], shown))
             group[0].extend(ranks)
     return groups
 

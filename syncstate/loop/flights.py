@@ -55,9 +55,9 @@ class Flights:
         for flight in self._flights:
             for name in list(flight.pending):
                 entry = self._entries.get(name)
-                if entry is None or flight.values is None:
+                if entry is None:
                     flight.drop([name])
-                else:
+                elif flight.values is not None:
                     if self._sides[entry.scope].topology.is_main:
                         entry.record.ahead.append(flight.values[name])
                     if entry.rhythm is not None and name in flight.intervals:

@@ -104,6 +104,7 @@ class Run:
             The step and epoch that the checkpoint has seen; None without one.
         """
         with _Part(self, "start", 0):
+            self._refresh.flights.drain()  # what an earlier try of the same start has sent
             return resume(self._opened, self.plan.entries, self._state, self._refresh, loaded)
 
     def step(self, call: str, due: Sequence[Entry | Chore], place: Mapping[str, Any]) -> Result:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["aligned", "difference", "parts", "same", "spread", "whole"]
+__all__ = ["EQUAL", "aligned", "difference", "parts", "spread", "whole"]
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ALIGNMENT = 8  # bytes
-_CHUNK = 1 << 16  # elements; what is subtracted at a time stays in the cache
+_CHUNK = 1 << 15  # elements; what is subtracted at a time stays in the cache
+EQUAL = -1.0  # the difference of what does not differ in any bit
 _threads = threading.local()
 
 
@@ -74,13 +75,6 @@ def aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def same(mine: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of whole numbers, of the same shape and type, hold the same."""
-    if _memcmp is not None and mine.is_cpu and other.is_cpu and mine.is_contiguous() and other.is_contiguous():
-        return _memcmp(mine.data_ptr(), other.data_ptr(), mine.numel() * mine.element_size()) == 0
-    return torch.equal(mine, other)
-
-
 def difference(mine: Tensor, other: Tensor, dtype: torch.dtype) -> float:
     """The largest absolute difference between the elements of two tensors, given as whole numbers.
 
@@ -89,15 +83,27 @@ def difference(mine: Tensor, other: Tensor, dtype: torch.dtype) -> float:
     Args:
         mine, other: As `whole` returns them, of the same shape.
         dtype: What their bits stand for.
+
+    Returns:
+        The difference; `EQUAL` where no bit differs.
     """
     flat, there = mine.reshape(-1), other.reshape(-1)
-    step = 2 * _CHUNK if dtype is torch.complex128 else _CHUNK
-    largest = 0.0
-    for begin in range(0, flat.numel(), step):
-        pair = (flat[begin : begin + step], there[begin : begin + step])
-        if not same(*pair):
-            largest = max(largest, _largest(*pair, dtype))
+    count, largest = flat.numel(), EQUAL
+    compare = _comparison(flat, there)
+    for begin in range(0, count, _CHUNK):
+        end = min(begin + _CHUNK, count)
+        if not compare(begin, end):
+            largest = max(largest, _largest(flat[begin:end], there[begin:end], dtype))
     return largest
+
+
+def _comparison(mine: Tensor, other: Tensor) -> Callable[[int, int], bool]:
+    """What says whether two flat tensors hold the same from one element to another."""
+    memcmp = _memcmp
+    if memcmp is None or not (mine.is_cpu and other.is_cpu and mine.is_contiguous() and other.is_contiguous()):
+        return lambda begin, end: torch.equal(mine[begin:end], other[begin:end])
+    width, first, second = mine.element_size(), mine.data_ptr(), other.data_ptr()
+    return lambda begin, end: memcmp(first + begin * width, second + begin * width, (end - begin) * width) == 0
 
 
 def _largest(mine: Tensor, other: Tensor, dtype: torch.dtype) -> float:

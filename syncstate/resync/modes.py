@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from syncstate.resync.agree import Agreement, agree
+from syncstate.resync.bits import EQUAL
 from syncstate.resync.buckets import Pool, fill, reduce
 from syncstate.resync.digests import SIZE, Digests
 from syncstate.resync.items import Item, Slot
 from syncstate.resync.line import Line
 from syncstate.resync.report import TensorDrift
-from syncstate.resync.transfer import EQUAL, Transfer, device_of, with_memory, write
+from syncstate.resync.transfer import Transfer, device_of, with_memory, write
 
 __all__ = ["MODES", "SOURCES", "Outcome", "Talk"]
 

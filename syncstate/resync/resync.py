@@ -12,7 +12,7 @@ from syncstate.errors import ConfigError, DriftError, SyncStateError
 from syncstate.resync.choice import choose
 from syncstate.resync.connection import Connection, decline_all
 from syncstate.resync.report import DriftReport
-from syncstate.resync.session import Session
+from syncstate.resync.session import Session, look, surveyor
 from syncstate.schedule import Schedule, whole
 from syncstate.topology import Topology, find_topology
 from syncstate.transport import seconds
@@ -247,14 +247,15 @@ class ParameterResync:
 
     def _open(self) -> Connection:
         if self._connection is None:
+            self._tried = True
             try:
                 topology = find_topology(self._group)
                 self._choice.check_world(topology.world_size)
-                self._model()
+                # Before anything is connected: what is wrong on all ranks, all of them then find by themselves.
+                look(self._model(), self._choice, surveyor(self._choice, topology))
             except Exception as error:
                 decline_all(self._group, error)
                 raise
-            self._tried = True
             bulk = self._group if isinstance(self._group, dist.ProcessGroup) else None
             if hasattr(self._group, "mesh_dim_names"):
                 bulk = self._group.get_group()
@@ -283,9 +284,7 @@ class ParameterResync:
         if callable(on_drift):
             on_drift(report)
         elif on_drift == "raise":
-            error = DriftError(str(report))
-            vars(error)["report"] = report
-            raise error
+            raise DriftError(str(report), report)
         elif self._is_main():
             _log.warning("%s", report)
         return report

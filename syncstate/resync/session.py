@@ -10,20 +10,37 @@ from syncstate.errors import ConfigError
 from syncstate.resync.buckets import Pool
 from syncstate.resync.choice import Choice
 from syncstate.resync.digests import Digests
-from syncstate.resync.items import WORLD, Item
+from syncstate.resync.items import WORLD, Item, Slot
 from syncstate.resync.line import Line
 from syncstate.resync.modes import Outcome, Talk
 from syncstate.resync.optimizer import optimizer_items
 from syncstate.resync.report import DriftReport, TensorDrift
-from syncstate.resync.tensors import Survey
+from syncstate.resync.tensors import Selection, Survey
 from syncstate.topology import Topology
 from syncstate.wire.channel import Channel
 from syncstate.wire.meeting import Meeting
 from syncstate.wire.rendezvous import meet
 
-__all__ = ["Session"]
+__all__ = ["Session", "look", "surveyor"]
 
 _TALLY = struct.Struct("<qqqd")  # bytes of a list of drifts; tensors, values; this rank's share of the payload bytes
+
+
+def surveyor(choice: Choice, topology: Topology) -> Survey:
+    """What looks at a module for a choice."""
+    return Survey(choice.include, choice.exclude, topology.global_ranks)
+
+
+def look(module: Any, choice: Choice, survey: Survey) -> tuple[Selection, list[Item], dict[str, Slot]]:
+    """What there is to compare on this rank: of the module, of optimizers, and where optimizers can hold more.
+
+    Raises:
+        ConfigError: Something cannot be compared, or an exclusion matches nothing.
+    """
+    selection = survey.look(module)
+    added, places = optimizer_items(choice.optimizers, selection)
+    selection.check_matched()
+    return selection, added, places
 
 
 class Session:
@@ -74,10 +91,8 @@ class Session:
         """
         survey = self._surveys.get(choice)
         if survey is None:
-            survey = self._surveys[choice] = Survey(choice.include, choice.exclude, self.topology.global_ranks)
-        selection = survey.look(module)
-        added, places = optimizer_items(choice.optimizers, selection)
-        selection.check_matched()
+            survey = self._surveys[choice] = surveyor(choice, self.topology)
+        selection, added, places = look(module, choice, survey)
         by_cohort: dict[tuple[int, ...], list[Item]] = {WORLD: []}
         for item in sorted([*selection.items, *added], key=lambda item: item.name):
             by_cohort.setdefault(item.cohort, []).append(item)

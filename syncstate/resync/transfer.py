@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from syncstate.errors import MismatchError
-from syncstate.resync.bits import difference, same
+from syncstate.resync.bits import EQUAL, difference
 from syncstate.resync.buckets import Bucket, Pool, broadcast, fill
 from syncstate.resync.items import Item, parse_about, writable
 from syncstate.resync.line import Line
 from syncstate.resync.optimizer import make
 from syncstate.wire import decode, encode
 
-__all__ = ["EQUAL", "Transfer", "device_of", "with_memory"]
+__all__ = ["Transfer", "device_of", "with_memory"]
 
-EQUAL = -1.0  # the difference of what does not differ in any bit
 _CPU = torch.device("cpu")
 
 
@@ -121,12 +120,12 @@ class Transfer:
         """What came for a part of a tensor."""
         if view.is_meta:
             return
-        came = came.to(view.device)
-        if same(view, came):
+        came, item = came.to(view.device), self._items[number]
+        dtype = parse_about(item.about)[0] if item.tensor is None else item.tensor.dtype
+        apart = difference(view, came, dtype)
+        if apart == EQUAL:
             return
-        item = self._items[number]
-        dtype = parse_about(item.about)[0]
-        self.apart[number] = max(self.apart[number], difference(view, came, dtype))
+        self.apart[number] = max(self.apart[number], apart)
         if self._writes:
             write(item.name, view, came)
 
