@@ -44,7 +44,8 @@ def draw_curriculum(path: Path, with_: Sequence[Curves], without: Sequence[Curve
     right.set(title="Accuracy on clean test data", xlabel="epochs", ylabel="digits that are recognised", ylim=(None, 1))
     right.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     for axes in (middle, right):
-        axes.legend(title=f"mean and range of {len(with_)} seeds" if len(with_) > 1 else None)
+        title = f"mean and range of {len(with_)} seeds" if len(with_) > 1 else None
+        axes.legend(title=title, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, frameon=False)
     for axes in (left, middle, right):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

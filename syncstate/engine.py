@@ -79,7 +79,7 @@ class SyncEngine:
         verify_values: bool = False,
         events: Callable[[Mapping[str, Any]], object] | str | PathLike[str] | None = None,
     ) -> None:
-        if state is not None and not isinstance(state, SharedState):
+        if not isinstance(state, SharedState | None):
             raise ConfigError(f"engine: state must be a SharedState, got {state!r}")
         self._options = Options(
             every=every, seed=seed, group=group, main=main, scope=scope,
@@ -101,7 +101,7 @@ class SyncEngine:
     def open(self) -> None:
         """Meet the other ranks, compare plans and make the private groups; can be tried again. Collective."""
         self._tried = True
-        if self._run is None or self._run.ended is not None:
+        if self._run is None or (not self._run.going() and self._run.ended is not None):
             self._run, self._started = Run(self.state, self._options, self._flights, self.stats), False
 
     def start(self, step: int = 0, epoch: int | None = 0) -> tuple[str, ...]:
@@ -173,8 +173,7 @@ class SyncEngine:
                 f"step({step}, {now}): the engine has already seen step {self._seen_step} of epoch {self._seen_epoch}; "
                 "steps and epochs never go back, call start(step, epoch) to begin again"
             )
-        run = self._opened("step")
-        self._thread = 0  # until the call is over, so that one from inside a source takes the slow path and is refused
+        run, self._thread = self._opened("step"), 0  # so that a call from inside a source takes the slow path, refused
         result = run.step("step", run.agenda.due(step, now), self._place(step, now))
         self._see(run, step, now)
         return result.conclude(self._options.on_error)
@@ -211,7 +210,7 @@ class SyncEngine:
         self._thread, self._look_at = run.thread, time.monotonic() + LOOK_SECONDS
 
     def inspect(self) -> str:
-        """A table of who holds what, a line for each value, equal ranks together. Collective; for debugging."""
+        """A table of who holds what, equal ranks together. Collective; for debugging."""
         return self._opened("inspect").inspect(self._seen_step)
 
     def drain(self) -> None:
@@ -254,7 +253,7 @@ class SyncEngine:
 
     def _leaving(self, call: str | None = None) -> tuple[Run | None, int]:
         """The run, if it has not ended; a call from inside a source or another thread is refused."""
-        run = self._run if self._run is not None and self._run.ended is None and self._run.mine else None
+        run = self._run if self._run is not None and self._run.going() else None
         if run is not None and call is not None:
             run.admit(call)
         self._started, self._thread = False, 0

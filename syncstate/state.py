@@ -269,11 +269,16 @@ class SharedState(Mapping[str, Any]):
         """Nobody has received them: keep them for the next sync."""
         self._observed.setdefault(name, Ring(self._capacity)).give_back(numbers)
 
-    def _claim(self, user: object | None) -> None:
-        """A run of an engine takes the state, or gives it back with None; nothing is added while one has it."""
-        if user is not None and self._in_use():
+    def _claim(self, user: object) -> None:
+        """A run of an engine takes the state; nothing is added while one has it."""
+        if self._in_use():
             raise ConfigError("another engine uses this state; close it first, or give each engine a state of its own")
-        self._user = None if user is None else weakref.ref(user)
+        self._user = weakref.ref(user)
+
+    def _release(self, user: object) -> None:
+        """A run gives the state back, if it has it."""
+        if self._user is not None and self._user() is user:
+            self._user = None
 
     def _in_use(self) -> bool:
         """Whether a run has the state; one that nobody refers to any more has it no longer."""

@@ -290,3 +290,24 @@ def test_a_rank_that_leaves_early_is_named_with_its_step() -> None:
         assert kind == "PeerError"
         assert "rank 1" in text
         assert "step 4" in text
+
+
+def test_a_teardown_that_was_interrupted_is_finished_by_the_next_call() -> None:
+    state = SharedState()
+    state.add("x", lambda ctx: ctx.step, every=Every(steps=1))
+    engine = SyncEngine(state)
+    engine.start()
+    assert engine._run is not None
+    flights = engine._run._refresh.flights
+    abandon = flights.abandon
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    flights.abandon = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.leave(ValueError("the first"))
+    flights.abandon = abandon  # type: ignore[method-assign]
+    engine.close()
+    with SyncEngine(state) as second:
+        assert second.start(3) == ("x",)

@@ -167,13 +167,15 @@ def restore(restored: Restored, entries: Sequence[Entry], state: SharedState, *,
     for entry in entries:
         state._forget(entry.name)  # where this process has run before, what it computed later than the checkpoint
         stored = content["values"].get(entry.name)
-        if not entry.checkpoint or stored is None or "data" not in stored:
+        if not entry.checkpoint or stored is None:
             continue
-        sent = _read({entry.name: stored["data"]}, entry.name, state.allow_pickle)
-        entry.record.put(sent, (stored["computed_at"], stored["applied_at"]), stored["version"])
         if "next" in stored and entry.rhythm is not None:
             entry.record.announced = tuple(stored["next"])
             entry.rhythm.restore(*entry.record.announced)
+        if "data" not in stored:
+            continue
+        sent = _read({entry.name: stored["data"]}, entry.name, state.allow_pickle)
+        entry.record.put(sent, (stored["computed_at"], stored["applied_at"]), stored["version"])
         found.append(entry)
     return found
 

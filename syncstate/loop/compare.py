@@ -83,6 +83,8 @@ def verify(state: SharedState, entries: Sequence[Entry], meeting: Meeting, step:
     """
     shared = [entry for entry in entries if entry.scope == "world" and not entry.definition.scattered]
     names = [entry.name for entry in shared if entry.definition.derive is None]
+    if not names:  # as on all ranks: what nodes hold for themselves may come into force on some alone
+        return
     for name, held in _groups("verify_values", state, names, meeting, step).items():
         if len(held) > 1:
             sides = "; ".join(f"{rank_ranges(ranks)}: {shown}" for ranks, shown in sorted(held.values()))

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from syncstate.definition import MISSING, Definition
 from syncstate.digest import digest_bytes
 from syncstate.errors import ConfigError
@@ -52,6 +54,12 @@ class Entry:
         self.timeout = own.timeout if own.timeout is not None else transport.timeout or 0.0
         self.scope = own.scope or transport.scope or "world"
         self.checkpoint = definition.kept(self.scope)
+        if self.checkpoint and self.scope == "node":
+            raise ConfigError(
+                f"value {self.name!r}: checkpoint=True with scope='node': a checkpoint holds what one rank knows, the "
+                "value of its own node; leave out checkpoint, and each node computes anew when training resumes"
+            )
+        _check_device(definition)
         self.async_op, self.lag = _resolved(definition, transport, prompt=self.schedule.unit in ("epochs", "once"))
 
     @property
@@ -106,3 +114,14 @@ def _resolved(definition: Definition, engine: Transport, *, prompt: bool) -> tup
     if prompt:
         return async_op, 0
     return async_op, max(least, engine.lag or 0)
+
+
+def _check_device(definition: Definition) -> None:
+    """Refuse a device that this process does not have, before anything is sent."""
+    if definition.device is not None:
+        try:
+            torch.empty(0, device=definition.device)
+        except (RuntimeError, AssertionError) as error:  # torch raises either
+            raise ConfigError(
+                f"value {definition.name!r}: device={str(definition.device)!r} is not there in this process: {error}"
+            ) from error

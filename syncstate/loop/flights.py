@@ -13,7 +13,6 @@ from syncstate.loop.side import Side
 from syncstate.loop.sources import Failure
 from syncstate.loop.stats import Stats
 from syncstate.state import SharedState
-from syncstate.wire.codec import encode
 
 __all__ = ["Flights"]
 
@@ -104,9 +103,6 @@ class Flights:
         while len(self._flying) >= MOST_IN_FLIGHT:
             self._await(self._flying[0])
         batch = side.batch(entries)
-        if not batch.largest:  # what is in force is the same on all ranks, and so is its size
-            sent = [e.record.sent for e in batch.entries if not e.definition.scattered]
-            batch.largest = len(encode(sent, allow_pickle=self._state.allow_pickle))
         flight = Flight(fields, {entry.name: fields["step"] + entry.lag for entry in entries})
         flight.batch = batch
         for rhythm in batch.rhythms:

@@ -138,6 +138,8 @@ class Inbound:
         if self._lengths is None and self._head.done():
             self._look()
         if self._lengths is not None and all(operation.done() for operation in self._rest):
+            for operation in self._rest:
+                self._line.channel.finish(operation)  # which is over; well or not, is said here
             self._open()
         return self.result is not None or (self._lengths is not None and not self._batch.scattered)
 

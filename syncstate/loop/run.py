@@ -86,7 +86,7 @@ class Run:
             self._opened = open_sides(state, self.plan, self.topology, options)
             chores = bind_all(options.resync, self._opened, options.group)
         except BaseException:
-            state._claim(None)
+            state._release(self)
             raise
         self.agenda = Agenda([*self.plan.entries, *chores])
         self._channel = self._opened.channels[0]
@@ -180,7 +180,6 @@ class Run:
         return self._refresh.flights.next_step(seen)
 
     def drain(self, step: int) -> None:
-        """Wait until everything that is on its way is here."""
         with _Part(self, "drain", step):
             self._refresh.flights.drain()
 
@@ -197,7 +196,6 @@ class Run:
         return Result((), failure)
 
     def bring_home(self, step: int) -> None:
-        """Wait for what a checkpoint must hold and this rank can have without a call of the others."""
         with _Part(self, "state_dict", step):
             self._refresh.flights.bring_home()
 
@@ -216,13 +214,10 @@ class Run:
         told = describe(error)
         self.ended = error if isinstance(error, Exception) else PeerError(f"the engine ended at step {step}: {told}")
         self._refresh.flights.abandon()
-        self._state._claim(None)
-        for resync in self._resyncs:
-            resync.unbind(abrupt=True)
-        self._opened.close(abrupt=True)
+        self.dismantle(abrupt=True)
         self.event("ended", step=step, error=told)
         if self._channel.lost is not None:
-            return store_lost(f"step {step}", self.topology.rank, self._channel.lost)
+            return store_lost(f"step {step}, after {told[:200]}", self.topology.rank, self._channel.lost)
         return None if note.rank == self.topology.rank else note.error()
 
     def close(self, step: int) -> Result:
@@ -240,17 +235,25 @@ class Run:
         for channel in self._opened.channels:
             channel.sign_off(step)
         self.ended = ConfigError("the engine is closed; call start(step, epoch) to begin again")
-        self._state._claim(None)
-        for resync in self._resyncs:
-            resync.unbind(abrupt=False)
-        self._opened.close(abrupt=False)
+        self.dismantle(abrupt=False)
         self.event("close", step=step)
         return Result((), self._refresh.flights.failures())
 
-    @property
-    def mine(self) -> bool:
-        """Whether this is the process that made the run; a forked child has no part in it."""
-        return os.getpid() == self.pid
+    def dismantle(self, *, abrupt: bool = True) -> None:
+        """Give back what the run has taken; what an interrupt has left undone, the next call does."""
+        self._state._release(self)
+        for resync in self._resyncs:
+            resync.unbind(abrupt=abrupt)
+        self._resyncs = ()
+        self._opened.close(abrupt=abrupt)
+
+    def going(self) -> bool:
+        """Whether the run has not ended, in the process that made it; a forked child has no part in it."""
+        if os.getpid() != self.pid:
+            return False
+        if self.ended is not None:
+            self.dismantle()
+        return self.ended is None
 
     def admit(self, call: str) -> None:
         """Refuse a call of the engine that would deadlock, and any after the end.
@@ -258,7 +261,7 @@ class Run:
         Args:
             call: The engine's method, for messages.
         """
-        if not self.mine:
+        if os.getpid() != self.pid:
             raise ConfigError(
                 f"{call}: this process was forked from the one that started the engine, and has no part in it"
             )

@@ -149,7 +149,7 @@ def _wait(store: Store, key: str, topology: Topology, timeout: float) -> bytes:
         _check_declined(store, topology)
         if not patience.pause():
             raise SyncTimeout(
-                f"start: rank {topology.rank} waited {timeout:g} s for rank {HOST} of the group, which did not arrive; "
-                "every rank of the group must start the engine"
+                f"start: rank {topology.rank} waited {timeout + 2.0:g} s for rank {HOST} of the group, which did not "
+                "arrive; every rank of the group must start the engine"
             )
     return store.get(key)

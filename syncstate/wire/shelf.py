@@ -21,13 +21,14 @@ class Shelf:
     once where a sync brings nothing but such tensors.
     """
 
-    __slots__ = ("_bits", "_items", "_next", "_tree", "_wanted")
+    __slots__ = ("_bits", "_items", "_known", "_next", "_tree", "_wanted")
 
     def __init__(self) -> None:
         self._wanted: list[Layout] = []
         self._items: list[tuple[Layout, torch.Tensor, bytearray]] = []
         self._next = 0
         self._tree: bytes | None = None
+        self._known = False  # whether the sync that is being read left or found its tree here
         self._bits = 0
 
     def stock(self) -> None:
@@ -56,6 +57,7 @@ class Shelf:
 
     def remember(self, tree: bytes | memoryview, value: Any) -> None:
         """Note what a tree was decoded to; `fill` needs the next one only if this is a list of such tensors."""
+        self._known = True
         flat = type(value) is list and self._next == len(self._wanted) == len(value) and set(map(type, value)) == _ONLY
         self._tree = bytes(tree) if flat else None
         self._bits = sum(layout.nbytes for layout in self._wanted) if flat else 0
@@ -75,10 +77,17 @@ class Shelf:
             own[:] = bits[start : start + layout.nbytes]
             start += layout.nbytes
         self._next = len(self._items)
+        self._known = True
         return [tensor for _, tensor, _ in self._items]
 
     def turn(self) -> None:
-        """The sync is over: what was made is used up or of no use."""
+        """The sync is over: what was made is used up or of no use.
+
+        Where it was not remembered, another one has changed what is made, and its tree says nothing any more.
+        """
+        if not self._known:
+            self._tree = None
+        self._known = False
         del self._wanted[self._next :]
         self._items.clear()
         self._next = 0
