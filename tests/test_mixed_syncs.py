@@ -30,7 +30,7 @@ def test_a_sync_with_a_body_does_not_change_what_the_next_small_one_becomes() ->
     assert returned(run_ranks(in_turn, 2)) == [expected] * 2
 
 
-def above_and_below(rank: int) -> list[int]:
+def above_and_below(rank: int) -> list[Any]:
     sizes = [100, 100, 9000, 9000, 100, 9000, 100, 100]
     state = SharedState({"x": lambda ctx: torch.full((sizes[ctx.step],), float(ctx.step))})
     seen = []
