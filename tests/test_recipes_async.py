@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from test_recipes import ACCELERATE, LIGHTNING, SHORT, TORCHRUN, run, succeeded, tables
 
 
@@ -17,21 +16,8 @@ def test_what_the_lightning_recipe_shares_asynchronously_comes_into_force_two_st
     assert "agreed on all values after 8 of 8 refreshes" in output
 
 
-def test_the_lightning_recipe_takes_a_schedule_that_main_announces(tmp_path: Path) -> None:
-    output = succeeded(run(tmp_path, LIGHTNING, *SHORT[LIGHTNING], "syncstate/schedule=overhead"))
-    first, second, *_ = tables(output)
-    assert (first, second) == ("step 0, refresh 1: all ranks agree", "step 1, refresh 2: all ranks agree")
-    assert "RANKS DIFFER" not in output
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("syncstate/schedule=every_n_seconds", "syncstate.schedule.seconds=0.1"),
-        ("syncstate/schedule=overhead", "syncstate/transport=async", "syncstate.transport.lag=2"),
-    ],
-)
-def test_the_accelerate_recipe_takes_them_too(overrides: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_accelerate_recipe_takes_a_schedule_that_main_announces(tmp_path: Path) -> None:
+    overrides = ("syncstate/schedule=overhead", "syncstate/transport=async", "syncstate.transport.lag=2")
     short = [setting for setting in SHORT[ACCELERATE] if "schedule" not in setting]
     output = succeeded(run(tmp_path, *TORCHRUN, ACCELERATE, *short, *overrides))
     found = tables(output)
