@@ -124,6 +124,7 @@ class Inbound:
         self._lengths: Lengths | None = None
         self._body: torch.Tensor | None = None
         self._rest: list[Operation] = []
+        self._fault: CodecError | MismatchError | None = None
         self._contents: Contents | None = None
         self._item: torch.Tensor | None = None
         self.result: Contents | Failure | None = None
@@ -135,12 +136,15 @@ class Inbound:
 
     def advance(self) -> bool:
         """Post what is behind the frame, if the frame has come; whether nothing is left to be posted."""
-        if self._lengths is None and self._head.done():
-            self._look()
-        if self._lengths is not None and all(operation.done() for operation in self._rest):
-            for operation in self._rest:
-                self._line.channel.finish(operation)  # which is over; well or not, is said here
-            self._open()
+        try:
+            if self._fault is None and self._lengths is None and self._head.done():
+                self._look()
+            if self._fault is None and self._lengths is not None and all(one.done() for one in self._rest):
+                for operation in self._rest:
+                    self._line.channel.finish(operation)  # which is over; well or not, is said here
+                self._open()
+        except (CodecError, MismatchError) as error:
+            self._fault = error  # for `finish`: every rank raises at the same step, whenever it came
         return self.result is not None or (self._lengths is not None and not self._batch.scattered)
 
     def done(self) -> bool:
@@ -154,6 +158,8 @@ class Inbound:
             MismatchError: Main is elsewhere than this rank.
             CodecError: What came is no frame.
         """
+        if self._fault is not None:
+            raise self._fault
         if self._line.blocking:
             self._line.shelf.stock()
         while self.result is None:
