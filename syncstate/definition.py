@@ -174,20 +174,10 @@ def define(
     if not isinstance(name, str) or not name:
         raise ConfigError(f"a shared value needs a non-empty name, got {name!r}")
     owner = f"value {name!r}"
-    compute = getattr(source, "compute", None)
-    if compute is None:
-        compute = source
-    if not callable(compute) or inspect.isclass(source):
-        raise ConfigError(f"{owner}: the source must be a callable or an object with compute(ctx), got {source!r}")
     if deliver not in ("broadcast", "scatter"):
         raise ConfigError(f"{owner}: deliver must be 'broadcast' or 'scatter', got {deliver!r}")
     if checkpoint is not None and not isinstance(checkpoint, bool):
         raise ConfigError(f"{owner}: checkpoint must be true or false, got {checkpoint!r}")
-    own_initial = getattr(source, "initial", MISSING)
-    if initial is MISSING:
-        initial = own_initial
-    elif own_initial is not MISSING:
-        source.initial = initial  # what it goes on from while nothing is known
     definition = Definition(
         name=name,
         source=source,
@@ -199,13 +189,34 @@ def define(
         derive=getattr(source, "derive", None),
         spec=parse_spec(owner, spec),
         device=_device(owner, device),
-        initial=initial,
+        initial=_initial(source, initial),
         transport=check_transport(owner, async_op, lag, scope, timeout),
         checkpoint=checkpoint,
-        compute=compute,
+        compute=_compute(owner, source),
     )
     _check_asynchronous(owner, definition)
     return definition
+
+
+def _compute(owner: str, source: Any) -> Callable[[Context], Any]:
+    """What computes: the source itself, or its method."""
+    compute = getattr(source, "compute", None)
+    if compute is None:
+        compute = source
+    if not callable(compute) or inspect.isclass(source):
+        raise ConfigError(f"{owner}: the source must be a callable or an object with compute(ctx), got {source!r}")
+    found: Callable[[Context], Any] = compute
+    return found
+
+
+def _initial(source: Any, given: Any) -> Any:
+    """What was given, else the source's own. A source that has one goes on from it while nothing is known."""
+    own = getattr(source, "initial", MISSING)
+    if given is MISSING:
+        return own
+    if own is not MISSING:
+        source.initial = given
+    return given
 
 
 def _one_of(owner: str, key: str, form: str, given: Any, source: Any) -> Any:

@@ -11,10 +11,12 @@ from syncstate.errors import ConfigError, PeerError, SyncStateError
 from syncstate.loop.checkpoint import Restored, parse, snapshot
 from syncstate.loop.flight import Flight
 from syncstate.loop.options import Options
-from syncstate.loop.run import LOOK_SECONDS, Run, decline_start
+from syncstate.loop.run import Run
 from syncstate.loop.stats import Stats
 from syncstate.schedule import Every, Schedule, whole
 from syncstate.state import SharedState
+from syncstate.wire.channel import LOOK_SECONDS
+from syncstate.wire.rendezvous import decline
 
 __all__ = ["SyncEngine"]
 
@@ -231,7 +233,7 @@ class SyncEngine:
             SyncStateError: Another rank had failed before, so that its cause comes first; raised from `error`.
         """
         if not self._tried:
-            decline_start(self._options, error)
+            decline(self._options.group, error)
         run, step = self._leaving()
         if run is not None:
             cause = run.end(error, step)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from syncstate.errors import ConfigError
 
-__all__ = ["At", "Every", "Once", "Schedule", "Unit", "whole"]
+__all__ = ["At", "Every", "Once", "Schedule", "Unit", "crossed", "whole"]
 
 _LIMIT = 1 << 63  # frames have 64 bits for a number with a sign
 Unit = Literal["steps", "epochs", "seconds", "overhead", "once"]
@@ -175,3 +175,17 @@ class Once:
 
 
 Schedule = Every | At | Once
+
+
+def crossed(schedule: Schedule, last: int, now: int) -> bool:
+    """Whether a point lies between what was seen and now.
+
+    Args:
+        schedule: The schedule; not one that main announces.
+        last: The last time seen; below 0 where nothing was, and then only a point at `now` counts.
+        now: The time now.
+    """
+    if last < 0:
+        return schedule.contains(now)
+    following = schedule.next_after(last)
+    return following is not None and following <= now

@@ -142,8 +142,8 @@ class SharedState(Mapping[str, Any]):
                 None takes the engine's. The first value is in force at once.
             scope: `"world"`, or `"node"`: computed and shared on each node by itself. None takes the engine's.
             timeout: Seconds (or a `timedelta`) that a sync of this value may take; None takes the engine's.
-            checkpoint: False: recomputed at the start of a resumed run instead of restored. None is true, except with
-                `scope="node"`.
+            checkpoint: False: recomputed at the start of a resumed run instead of restored. None is true; with
+                `scope="node"` it is false, and true is refused.
 
         Returns:
             A handle with `.value` and `.info`, callable like the source.

@@ -311,3 +311,26 @@ def test_a_teardown_that_was_interrupted_is_finished_by_the_next_call() -> None:
     engine.close()
     with SyncEngine(state) as second:
         assert second.start(3) == ("x",)
+
+
+def test_what_a_run_that_was_interrupted_has_sent_is_not_waited_for_by_the_next() -> None:
+    """The teardown of the first run is interrupted before it forgets what was collected and never computed."""
+    state = SharedState()
+    state.add("x", lambda ctx: ctx.collected, every=EACH, collect=lambda ctx: ctx.step, async_op=True, lag=3)
+    engine = SyncEngine(state)
+    engine.start()
+    engine.step(1)
+    assert engine._run is not None
+    flights = engine._run._refresh.flights
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    flights.abandon = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.leave(ValueError("the first"))
+    engine.start(2)
+    for step in range(3, 8):
+        engine.step(step)
+    assert state["x"] == [4]
+    engine.close()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from syncstate.loop.chore import Chore
 from syncstate.loop.entry import Entry
 from syncstate.loop.rhythm import Rhythm
-from syncstate.schedule import Schedule
+from syncstate.schedule import Schedule, crossed
 
 __all__ = ["Agenda"]
 
@@ -79,12 +79,9 @@ class Agenda:
             return rhythm.due <= step or (not entry.record.version and rhythm.schedule.start <= step)
         now, last = (epoch, seen[1]) if schedule.unit == "epochs" else (step, seen[0])
         if not entry.record.version:
-            following = schedule.next_after(-1)
-        elif back or last < 0:
-            return schedule.contains(now)
-        else:
-            following = schedule.next_after(last)
-        return following is not None and following <= now
+            first = schedule.next_after(-1)
+            return first is not None and first <= now
+        return crossed(schedule, -1 if back else last, now)
 
     def due(self, step: int, epoch: int) -> list[Entry | Chore]:
         """What a step or a turn of the epoch makes due, in the plan's order."""

@@ -86,6 +86,11 @@ class Batch:
         rest = len(self.names) - _LABEL_NAMES
         self.label = f"sync of {shown}" + (f" and {rest} more" if rest > 0 else "") + where
 
+    def intervals(self, announced: Sequence[int]) -> dict[str, int]:
+        """Name -> steps to the next sync, for the entries with a rhythm; `announced` has one for each rhythm."""
+        by_rhythm = dict(zip(map(id, self.rhythms), announced, strict=True))
+        return {entry.name: by_rhythm[id(entry.rhythm)] for entry in self.entries if entry.rhythm is not None}
+
 
 def _collector(state: SharedState, name: str, collect: Callable[[Context], Any] | str) -> Callable[[Context], Any]:
     if isinstance(collect, str):  # "observed"

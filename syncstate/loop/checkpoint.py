@@ -22,6 +22,7 @@ from syncstate.errors import CodecError, ConfigError
 from syncstate.loop.entry import Entry
 from syncstate.loop.flight import Flight
 from syncstate.state import SharedState
+from syncstate.wire.bits import as_bytes, as_tensor
 from syncstate.wire.codec import decode, encode
 
 __all__ = ["Restored", "parse", "read_flight", "restore", "snapshot"]
@@ -44,14 +45,6 @@ class Restored(NamedTuple):
     seen: tuple[int, int]
     record: str
     flights: str
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.cpu().contiguous().numpy().data)
 
 
 def snapshot(
@@ -80,11 +73,11 @@ def snapshot(
             if definition.scattered:
                 values[name]["scattered"] = True
             if is_main or not definition.scattered:
-                values[name]["data"] = _tensor(encode(record.sent, allow_pickle=pickle))
+                values[name]["data"] = as_tensor(encode(record.sent, allow_pickle=pickle))
             if record.announced is not None:
                 values[name]["next"] = list(record.announced)
         if name in saved and definition.stateful and is_main:
-            sources[name] = _tensor(encode(definition.source.state_dict(), allow_pickle=pickle))
+            sources[name] = as_tensor(encode(definition.source.state_dict(), allow_pickle=pickle))
     whole = {name for name in saved if is_main or not state.definition(name).scattered}
     on_their_way = [_flight(flight, whole, pickle) for flight in flights if flight.values is not None]
     return {
@@ -103,7 +96,7 @@ def _flight(flight: Flight, saved: Collection[str], pickle: bool) -> dict[str, A
         "step": flight.step,
         "epoch": flight.fields["epoch"],
         "apply_at": {name: flight.pending[name] for name in names},
-        "data": {name: _tensor(encode(values[name], allow_pickle=pickle)) for name in names},
+        "data": {name: as_tensor(encode(values[name], allow_pickle=pickle)) for name in names},
         "intervals": {name: flight.intervals[name] for name in names if name in flight.intervals},
     }
 
@@ -117,7 +110,7 @@ def read_flight(content: Mapping[str, Any], place: dict[str, Any], pickle: bool)
         pickle: Whether values may be pickles.
     """
     flight = Flight({**place, "step": content["step"], "epoch": content["epoch"]}, content["apply_at"])
-    flight.values = {name: decode(_bytes(data), allow_pickle=pickle) for name, data in content["data"].items()}
+    flight.values = {name: decode(as_bytes(data), allow_pickle=pickle) for name, data in content["data"].items()}
     flight.intervals = dict(content["intervals"])
     return flight
 
@@ -140,7 +133,7 @@ def parse(content: Any) -> Restored:
         for name, value in sorted(content["values"].items()):
             steps = f"{value['version']} {value['computed_at']} {value['applied_at']} {value.get('next')}"
             data = None if value.get("scattered") else value.get("data")  # which of a scattered one only main has
-            summary.append(f"{name} {steps} " + ("" if data is None else digest_bytes(_bytes(data)).hex()))
+            summary.append(f"{name} {steps} " + ("" if data is None else digest_bytes(as_bytes(data)).hex()))
         flights = [(flight["step"], sorted(flight["apply_at"].items())) for flight in content.get("flights", [])]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"load_state_dict: the state is damaged: {type(error).__name__}: {error}") from error
@@ -182,6 +175,6 @@ def restore(restored: Restored, entries: Sequence[Entry], state: SharedState, *,
 
 def _read(stored: Mapping[str, torch.Tensor], name: str, pickle: bool) -> Any:
     try:
-        return decode(_bytes(stored[name]), allow_pickle=pickle)
+        return decode(as_bytes(stored[name]), allow_pickle=pickle)
     except CodecError as error:
         raise ConfigError(f"load_state_dict: value {name!r} cannot be read: {error}") from error

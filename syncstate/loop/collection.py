@@ -1,6 +1,5 @@
 """What the ranks collect for a sync, on its way to the main process."""
 
-import traceback
 from typing import Any
 
 import torch
@@ -12,10 +11,11 @@ from syncstate.loop.guard import RandomGuard
 from syncstate.loop.line import Line
 from syncstate.loop.passage import aliases, apart
 from syncstate.loop.reduction import reduce_results
-from syncstate.loop.sources import Failure, describe
+from syncstate.loop.sources import Failure
 from syncstate.wire.channel import Operation
 from syncstate.wire.codec import pack, unpack
 from syncstate.wire.frame import Frame, Kind, Stamp
+from syncstate.wire.notes import describe_error, traced
 
 __all__ = ["Collection"]
 
@@ -94,17 +94,10 @@ class Collection:
 
     def _refuse(self, frame: Frame, name: str, error: Exception) -> None:
         rank, step = self._line.channel.topology.rank, self._stamp.step
-        told = "".join(traceback.format_exception(error)).rstrip()
-        text = (
-            f"value {name!r} at step {step}: collect failed on rank {rank}: {describe(error)}\n"
-            f"Traceback on rank {rank}:\n{told}"
-        )
+        told = f"value {name!r} at step {step}: collect failed on rank {rank}: {describe_error(error)}"
+        text = traced(told, error, rank)
         self.cause = error
         frame.write(self._stamp, Kind.ERROR, Failure("compute", text, [name]).pack(frame.capacity))
-
-    def done(self) -> bool:
-        """Whether what this rank posted has gone, or come."""
-        return all(operation.done() for operation in self._operations)
 
     def finish(self) -> dict[int, Any] | Failure | None:
         """Wait until this rank's part is over; main gets what was collected, by index, or why nothing was.
@@ -170,7 +163,7 @@ class Collection:
                 main = self._line.channel.topology.main
                 text = (
                     f"value {entry.name!r} at step {self._stamp.step} on main (rank {main}): what the ranks collected "
-                    f"cannot be reduced: {describe(error)}"
+                    f"cannot be reduced: {describe_error(error)}"
                 )
                 return Failure("compute", text, [entry.name], error)
         return collected

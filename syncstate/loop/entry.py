@@ -62,6 +62,12 @@ class Entry:
         _check_device(definition)
         self.async_op, self.lag = _resolved(definition, transport, prompt=self.schedule.unit in ("epochs", "once"))
 
+    def announce(self, step: int, interval: int | None) -> None:
+        """Every rank: how many steps after a sync the next one follows, if main says so; None after a failure."""
+        if self.rhythm is not None:
+            self.rhythm.follow(step, interval)
+            self.record.announced = self.rhythm.announced
+
     @property
     def collects(self) -> bool:
         """Whether the ranks send something to main before it computes."""

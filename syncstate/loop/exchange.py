@@ -18,6 +18,7 @@ from syncstate.loop.sources import Failure, Refused, cannot_travel, compute
 from syncstate.wire.channel import Channel, Wait
 from syncstate.wire.codec import decode, encode
 from syncstate.wire.frame import Stamp
+from syncstate.wire.handing import hand_round
 
 __all__ = ["MOST_IN_FLIGHT", "Exchange", "lanes"]
 
@@ -126,24 +127,15 @@ class Exchange:
             self.channel.finish(self.channel.begin_broadcast(nothing, wait, lane=name))
 
     def hand_round(self, value: Any, root: int, wait: Wait) -> Any:
-        """Bring a value of one rank to all: its length in a first message, itself in a second.
+        """Bring a value of one rank to all.
 
         Args:
             value: The value on the rank `root`; ignored elsewhere.
             root: The rank that has it.
             wait: What to say when it fails.
         """
-        data = b""
-        head = torch.zeros(1, dtype=torch.int64, device="cpu")
-        if self.channel.topology.rank == root:
-            data = encode(value, allow_pickle=self.rules.allow_pickle)
-            head[0] = len(data)
-        self.channel.broadcast(head.view(torch.uint8), wait, root=root)
-        body = torch.zeros(int(head[0]), dtype=torch.uint8, device="cpu")
-        if data:
-            body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self.channel.broadcast(body, wait, root=root)
-        return decode(body.numpy().tobytes(), allow_pickle=self.rules.allow_pickle)
+        data = encode(value, allow_pickle=self.rules.allow_pickle) if self.channel.topology.rank == root else None
+        return decode(hand_round(self.channel, data, root, wait), allow_pickle=self.rules.allow_pickle)
 
 
 def concluded(result: Contents | Failure, collection: Collection) -> Contents | Failure:

@@ -1,7 +1,7 @@
 """What is on its way: computed at one step, in force from another one on."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from syncstate.loop.batch import Batch
 from syncstate.loop.collection import Collection
@@ -9,7 +9,19 @@ from syncstate.loop.passage import Passage
 from syncstate.loop.sources import Failure
 from syncstate.wire.frame import Stamp
 
-__all__ = ["Flight"]
+__all__ = ["Flight", "Sync"]
+
+
+class Sync(NamedTuple):
+    """One frame that all ranks expect.
+
+    Attributes:
+        batch: The values in it.
+        stamp: How it is told from others.
+    """
+
+    batch: Batch
+    stamp: Stamp
 
 
 class Flight:
@@ -25,7 +37,8 @@ class Flight:
         failure: Why there are none.
         intervals: Steps to the next point, of the values whose schedule main announces.
         room: Bytes that the payload needed.
-        batch, stamp, collection, passage: The sync while it is on the wire.
+        sync: What is on the wire, until it comes into force.
+        collection, passage: Where it is there.
     """
 
     def __init__(self, fields: dict[str, Any], pending: Mapping[str, int]) -> None:
@@ -35,8 +48,7 @@ class Flight:
         self.failure: Failure | None = None
         self.intervals: dict[str, int] = {}
         self.room = 0
-        self.batch: Batch | None = None
-        self.stamp: Stamp | None = None
+        self.sync: Sync | None = None
         self.collection: Collection | None = None
         self.passage: Passage | None = None
 
@@ -45,6 +57,13 @@ class Flight:
         """The step at which it was computed."""
         step: int = self.fields["step"]
         return step
+
+    @property
+    def on_the_wire(self) -> "Sync":
+        """What is on the wire. Only for a flight that is."""
+        if self.sync is None:
+            raise RuntimeError("a flight that has arrived is on the wire no more")
+        return self.sync
 
     @property
     def arrived(self) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 from syncstate.loop.batch import Batch
 from syncstate.loop.entry import Entry
 from syncstate.loop.exchange import MOST_IN_FLIGHT, concluded
-from syncstate.loop.flight import Flight
+from syncstate.loop.flight import Flight, Sync
+from syncstate.loop.passage import Passage
 from syncstate.loop.payload import Contents
 from syncstate.loop.side import Side
 from syncstate.loop.sources import Failure
@@ -61,12 +62,14 @@ class Flights:
                         entry.record.ahead.append(flight.values[name])
                     if entry.rhythm is not None and name in flight.intervals:
                         entry.rhythm.wait()
-        self._flights[:] = [flight for flight in self._flights if flight.pending]
+        # What never arrived is of a run whose end was interrupted, and whose groups are gone.
+        self._flights[:] = [flight for flight in self._flights if flight.pending and flight.arrived]
 
     def next_step(self, seen: int) -> float:
         """The step before which nothing that is on its way needs a call."""
-        if self._flying:
-            return seen + 1  # what is behind a frame can be posted when the frame has come
+        # What is behind a frame can be posted when the frame has come, and what was collected leaves in the next step.
+        if any(flight.passage is None or not flight.passage.posted for flight in self._flying):
+            return seen + 1
         return min((flight.apply_at for flight in self._flights), default=float("inf"))
 
     def hold_back(self, fields: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -88,43 +91,38 @@ class Flights:
 
     def collect(self, side: Side, entries: Sequence[Entry], fields: dict[str, Any]) -> None:
         """Post what this rank collects; main computes with it in the first call of a later step."""
-        flight = self._flight(side, entries, fields)
-        line = side.exchange.asynchronous
-        flight.stamp = line.stamp(_of(flight), fields)
-        flight.collection = side.exchange.collect(line, _of(flight), flight.stamp, fields)
+        flight, sync = self._flight(side, entries, fields)
+        flight.collection = side.exchange.collect(side.exchange.asynchronous, *sync, fields)
 
     def launch(self, side: Side, entries: Sequence[Entry], fields: dict[str, Any]) -> None:
         """Compute on main and post it; post its receipt elsewhere."""
-        flight = self._flight(side, entries, fields)
-        flight.stamp = side.exchange.asynchronous.stamp(_of(flight), fields)
-        self._depart(side, flight)
+        self._depart(side, self._flight(side, entries, fields)[0])
 
-    def _flight(self, side: Side, entries: Sequence[Entry], fields: dict[str, Any]) -> Flight:
+    def _flight(self, side: Side, entries: Sequence[Entry], fields: dict[str, Any]) -> tuple[Flight, Sync]:
         while len(self._flying) >= MOST_IN_FLIGHT:
             self._await(self._flying[0])
         batch = side.batch(entries)
         flight = Flight(fields, {entry.name: fields["step"] + entry.lag for entry in entries})
-        flight.batch = batch
+        flight.sync = sync = Sync(batch, side.exchange.asynchronous.stamp(batch, fields))
         for rhythm in batch.rhythms:
             rhythm.wait()
         self._flights.append(flight)
         self._flying.append(flight)
-        return flight
+        return flight, sync
 
-    def _depart(self, side: Side, flight: Flight) -> None:
-        begun, batch = time.monotonic(), _of(flight)
+    def _depart(self, side: Side, flight: Flight) -> Passage:
+        begun, (batch, stamp) = time.monotonic(), flight.on_the_wire
         collected = flight.collection.finish() if flight.collection is not None else None
-        line, stamp = side.exchange.asynchronous, flight.stamp
-        if stamp is None:
-            return
-        flight.passage = side.exchange.depart(line, batch, stamp, flight.fields, collected)
-        result = flight.passage.result
+        line = side.exchange.asynchronous
+        passage = flight.passage = side.exchange.depart(line, batch, stamp, flight.fields, collected)
+        result = passage.result
         if isinstance(result, Contents) and flight.fields["is_main"]:
             self._note(flight, batch, result)
             for record, value in zip(batch.records, result.values, strict=True):
                 record.ahead.append(value)
         for rhythm in batch.rhythms:
             rhythm.spend(time.monotonic() - begun)
+        return passage
 
     # Arrivals
 
@@ -147,12 +145,12 @@ class Flights:
             if not mine:
                 continue
             self._await(flight)
-            if flight.batch is not None:  # here and not when it came, which is another call on each rank
-                flight.batch.largest = max(flight.batch.largest, flight.room)
-                flight.batch = None
+            if flight.sync is not None:  # here and not when it came, which is another call on each rank
+                batch, flight.sync = flight.sync.batch, None
+                batch.largest = max(batch.largest, flight.room)
             if flight.failure is not None:
                 failure = flight.failure.joined(failure)
-                self._announce(flight, list(flight.pending))
+                self._announce(flight, flight.pending)
                 flight.pending.clear()
             else:
                 self._bring(flight, mine, place, step)
@@ -169,7 +167,10 @@ class Flights:
     def _advance(self) -> None:
         """Post what is behind frames that have come, in the order of the frames."""
         for flight in self._flying:
-            if flight.passage is None or not flight.passage.advance():
+            if flight.passage is None:
+                return
+            flight.passage.advance()
+            if not flight.passage.posted:
                 return
 
     def _await(self, flight: Flight) -> None:
@@ -178,12 +179,8 @@ class Flights:
             self._land(self._flying[0])
 
     def _land(self, flight: Flight) -> None:
-        begun, batch, side = time.monotonic(), _of(flight), self._side(flight)
-        if flight.passage is None:
-            self._depart(side, flight)
-        passage = flight.passage
-        if passage is None:
-            return
+        begun, (batch, _) = time.monotonic(), flight.on_the_wire
+        passage = flight.passage or self._depart(self._side(flight), flight)
         result = passage.finish()
         if flight.collection is not None:
             result = concluded(result, flight.collection)
@@ -193,7 +190,7 @@ class Flights:
             flight.failure = result
         else:
             self._note(flight, batch, result)
-        flight.passage = flight.collection = flight.stamp = None
+        flight.passage = flight.collection = None
         seconds = time.monotonic() - begun
         for rhythm in batch.rhythms:
             rhythm.spend(seconds)
@@ -203,8 +200,7 @@ class Flights:
     @staticmethod
     def _note(flight: Flight, batch: Batch, contents: Contents) -> None:
         flight.values = dict(zip(batch.names, contents.values, strict=True))
-        intervals = dict(zip(map(id, batch.rhythms), contents.intervals, strict=True))
-        flight.intervals = {e.name: intervals[id(e.rhythm)] for e in batch.entries if e.rhythm is not None}
+        flight.intervals = batch.intervals(contents.intervals)
 
     def _bring(self, flight: Flight, names: list[str], place: Mapping[str, Any], step: int) -> None:
         """Values that have arrived come into force."""
@@ -219,10 +215,7 @@ class Flights:
     def _announce(self, flight: Flight, names: Iterable[str]) -> None:
         """The next points of these values are known now."""
         for name in names:
-            entry = self._entries[name]
-            if entry.rhythm is not None:
-                entry.rhythm.follow(flight.step, flight.intervals.get(name))
-                entry.record.announced = entry.rhythm.announced
+            self._entries[name].announce(flight.step, flight.intervals.get(name))
 
     def drain(self) -> None:
         """Wait until everything that is on its way is here. Nothing comes into force early. Collective."""
@@ -278,10 +271,3 @@ class Flights:
 
     def _side(self, flight: Flight) -> Side:
         return self._sides[self._entries[next(iter(flight.pending))].scope]
-
-
-def _of(flight: Flight) -> Batch:
-    """The batch of a flight that is on the wire."""
-    if flight.batch is None:
-        raise RuntimeError("a flight that has arrived is on the wire no more")
-    return flight.batch

@@ -1,7 +1,6 @@
 """Values come into force on this rank: they are derived, put on their device, held and applied."""
 
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,9 +9,9 @@ import torch
 
 from syncstate.context import Context
 from syncstate.loop.batch import Batch
-from syncstate.loop.sources import describe
 from syncstate.state import SharedState
 from syncstate.wire.channel import Channel, Wait
+from syncstate.wire.notes import Note, describe_error, traced
 
 __all__ = ["Holder"]
 
@@ -108,9 +107,8 @@ class Holder:
             yield
         except Exception as error:
             rank, step = self._channel.topology.rank, fields["step"]
-            told = f"{what} of value {name!r} failed at step {step} on rank {rank}: {describe(error)}"
-            text = "".join(traceback.format_exception(error)).rstrip()
-            self._channel.tell("peer", step, f"{told}\nTraceback on rank {rank}:\n{text}")
+            told = f"{what} of value {name!r} failed at step {step} on rank {rank}: {describe_error(error)}"
+            self._channel.tell(Note("peer", rank, step, traced(told, error, rank)))
             error.add_note(f"syncstate: raised by {what} of value {name!r} at step {step} on rank {rank}")
             raise
 

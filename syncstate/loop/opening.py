@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from syncstate.errors import CodecError, ConfigError, MismatchError, SyncStateError, SyncTimeout
+from syncstate.errors import MismatchError
 from syncstate.loop.difference import differences
 from syncstate.loop.exchange import Exchange, lanes
 from syncstate.loop.options import Options
 from syncstate.loop.plan import Plan
 from syncstate.loop.rules import Rules
 from syncstate.loop.side import Side
-from syncstate.loop.sources import describe
 from syncstate.state import SharedState
 from syncstate.topology import Topology
 from syncstate.wire.channel import Channel, Wait
@@ -120,13 +119,9 @@ def open_sides(state: SharedState, plan: Plan, topology: Topology, options: Opti
 
 def tell(opened: Opened, error: BaseException, step: int) -> Note:
     """Tell the other ranks of an error, in the group and on the node; returns the note that stands."""
-    rank = opened.topology.rank
-    kind, text = "peer", f"rank {rank} failed at step {max(step, 0)}: {describe(error)}"
-    if isinstance(error, SyncStateError) and not isinstance(error, ConfigError):
-        kinds = {CodecError: "codec", MismatchError: "mismatch", SyncTimeout: "timeout"}
-        kind, text = kinds.get(type(error), "peer"), str(error)
-    notes = [channel.tell(kind, step, text) for channel in opened.channels]
-    return notes[0] if notes else Note(kind, rank, step, text)
+    note = Note.of(error, opened.topology.rank, step)
+    standing = [channel.tell(replace(note, rank=channel.topology.rank)) for channel in opened.channels]
+    return standing[0] if standing else note
 
 
 def find_node(topology: Topology, meeting: Meeting | None) -> tuple[int, Topology]:

@@ -84,13 +84,13 @@ class Outbound:
         self._operations.append(self._line.broadcast_frame(self._frame, wait))
         self.result = failure
 
-    def advance(self) -> bool:
+    @property
+    def posted(self) -> bool:
         """Whether nothing is left to be posted."""
         return True
 
-    def done(self) -> bool:
-        """Whether everything has arrived."""
-        return all(operation.done() for operation in self._operations)
+    def advance(self) -> None:
+        """Post what can be posted by now: nothing, as all of it was at once."""
 
     def finish(self) -> Contents | Failure:
         """Wait until everything is sent; returns what every rank receives. Raises what `Channel.finish` raises."""
@@ -134,8 +134,13 @@ class Inbound:
         """Bytes that the payload needs, for the frames to come."""
         return 0 if self._lengths is None else _room(self._lengths, self._frame.capacity)
 
-    def advance(self) -> bool:
-        """Post what is behind the frame, if the frame has come; whether nothing is left to be posted."""
+    @property
+    def posted(self) -> bool:
+        """Whether nothing is left to be posted."""
+        return self.result is not None or (self._lengths is not None and not self._batch.scattered)
+
+    def advance(self) -> None:
+        """Post what is behind the frame, if the frame has come."""
         try:
             if self._fault is None and self._lengths is None and self._head.done():
                 self._look()
@@ -145,11 +150,6 @@ class Inbound:
                 self._open()
         except (CodecError, MismatchError) as error:
             self._fault = error  # for `finish`: every rank raises at the same step, whenever it came
-        return self.result is not None or (self._lengths is not None and not self._batch.scattered)
-
-    def done(self) -> bool:
-        """Whether everything has arrived."""
-        return self.result is not None
 
     def finish(self) -> Contents | Failure:
         """Wait for everything; returns what came. Raises what `Channel.finish` raises.

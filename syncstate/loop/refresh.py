@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 
 from syncstate.loop.batch import Batch
 from syncstate.loop.entry import Entry
-from syncstate.loop.flight import Flight
 from syncstate.loop.flights import Flights
 from syncstate.loop.payload import Contents
 from syncstate.loop.side import Side
 from syncstate.loop.sources import Failure
 from syncstate.loop.stats import Stats
-from syncstate.state import SharedState
 
 __all__ = ["Refresh", "Result"]
 
@@ -43,28 +41,19 @@ class Refresh:
     """Refreshes values of a state.
 
     Args:
-        state: The values.
-        entries: Those of the plan.
+        entries: The values of the plan.
         sides: Scope -> the group that shares its values.
-        flights: What is on its way since an earlier run of the same engine; goes on in this one.
+        flights: What is on its way.
         stats: Where syncs are counted.
     """
 
-    def __init__(
-        self,
-        state: SharedState,
-        entries: Sequence[Entry],
-        sides: Mapping[str, Side],
-        flights: list[Flight],
-        stats: Stats,
-    ) -> None:
-        self._state = state
+    def __init__(self, entries: Sequence[Entry], sides: Mapping[str, Side], flights: Flights, stats: Stats) -> None:
         self._sides = sides
         alone = len(sides) == 1 and not any(entry.async_op for entry in entries)
         self._only = sides["world"] if alone else None
         self._stats = stats
         self._posted = self._total()  # without what opening took
-        self.flights = Flights(state, entries, sides, flights, stats)
+        self.flights = flights
 
     def step(self, due: Sequence[Entry], place: Mapping[str, Any]) -> Result:
         """All that happens at a step.
@@ -135,11 +124,12 @@ class Refresh:
         result = side.exchange.run(batch, fields)
         names: tuple[str, ...] = ()
         if isinstance(result, Failure):
-            self._follow(batch, [None] * len(batch.rhythms), fields["step"])
+            self._announce(batch, {}, fields["step"])
         else:
             if prompt:
                 self.flights.supersede(batch.names)
-            self._follow(batch, result.intervals, fields["step"])
+            if batch.rhythms:
+                self._announce(batch, batch.intervals(result.intervals), fields["step"])
             names = self._received(side, batch, result, fields, prompt)
         seconds = time.monotonic() - begun
         for rhythm in batch.rhythms:
@@ -168,13 +158,9 @@ class Refresh:
         return now.names
 
     @staticmethod
-    def _follow(batch: Batch, intervals: Sequence[int | None], step: int) -> None:
-        if batch.rhythms:
-            for rhythm, interval in zip(batch.rhythms, intervals, strict=True):
-                rhythm.follow(step, interval)
-            for entry in batch.entries:
-                if entry.rhythm is not None:
-                    entry.record.announced = entry.rhythm.announced
+    def _announce(batch: Batch, intervals: Mapping[str, int], step: int) -> None:
+        for entry in batch.entries:
+            entry.announce(step, intervals.get(entry.name))
 
     def settle(self, step: int) -> None:
         """Before leaving: wait until every rank has applied what it received."""

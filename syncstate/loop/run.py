@@ -3,9 +3,7 @@
 import logging
 import os
 import threading
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, cast
 
 from syncstate.errors import ConfigError, PeerError, SyncStateError
@@ -16,28 +14,22 @@ from syncstate.loop.chore import Chore, bind_all
 from syncstate.loop.compare import table, verify
 from syncstate.loop.entry import Entry
 from syncstate.loop.flight import Flight
+from syncstate.loop.flights import Flights
 from syncstate.loop.opening import open_sides, tell
 from syncstate.loop.options import Options
 from syncstate.loop.plan import Plan
 from syncstate.loop.refresh import Refresh, Result
 from syncstate.loop.resume import resume
-from syncstate.loop.sources import describe
 from syncstate.loop.stats import Stats
 from syncstate.state import SharedState
 from syncstate.topology import find_topology
 from syncstate.wire.meeting import store_lost
+from syncstate.wire.notes import describe_error
 from syncstate.wire.rendezvous import decline
 
-__all__ = ["LOOK_SECONDS", "Run", "decline_start"]
+__all__ = ["Run"]
 
-LOOK_SECONDS = 1.0  # how often a rank that does not wait looks for news of a failure
 _log = logging.getLogger("syncstate")
-
-
-def decline_start(options: Options, error: BaseException) -> None:
-    """Tell ranks that wait for this one to start that it does not come."""
-    with suppress(ConfigError):  # without a group nobody waits
-        decline(find_topology(options.group), f"{type(error).__name__}: {error}")
 
 
 class Run:
@@ -66,11 +58,10 @@ class Run:
         try:
             self.topology = find_topology(options.group, options.main)
         except ConfigError as error:
-            decline_start(options, error)
+            decline(options.group, error)
             raise
         self.thread, self.pid = threading.get_ident(), os.getpid()
         self.busy = self.synced = False
-        self._look_at = 0.0
         self.ended: Exception | None = None
         self._state = state
         self._verifies = options.verify_values
@@ -80,7 +71,7 @@ class Run:
             self.plan = Plan(state, options, {"main": main, "allow_pickle": state.allow_pickle})
             state._claim(self)
         except Exception as error:
-            decline_start(options, error)
+            decline(options.group, error)
             raise
         try:
             self._opened = open_sides(state, self.plan, self.topology, options)
@@ -91,7 +82,8 @@ class Run:
         self.agenda = Agenda([*self.plan.entries, *chores])
         self._channel = self._opened.channels[0]
         self._resyncs = options.resync
-        self._refresh = Refresh(state, self.plan.entries, self._opened.sides, flights, stats)
+        on_their_way = Flights(state, self.plan.entries, self._opened.sides, flights, stats)
+        self._refresh = Refresh(self.plan.entries, self._opened.sides, on_their_way, stats)
         self.event("open", world_size=self.topology.world_size)
 
     def prepare(self, loaded: Restored | None) -> tuple[int, int] | None:
@@ -123,7 +115,7 @@ class Run:
             ConfigError: A call from another thread, or from inside a source.
         """
         with _Part(self, call, place["step"]):
-            self._look(place["step"])
+            self._channel.glance(place["step"])
             chores: list[Chore] = []
             if self._resyncs:
                 chores = [one for one in due if isinstance(one, Chore)]
@@ -142,21 +134,13 @@ class Run:
     def sync(self, call: str, due: Sequence[Entry], place: Mapping[str, Any]) -> Result:
         """Refresh values at once, whatever their schedule and their lag say."""
         with _Part(self, call, place["step"]):
-            self._look(place["step"])
+            self._channel.glance(place["step"])
             self._refresh.flights.drain()
             result = self._refresh.sync(due, place, prompt=True) if due else Result(())
             self._check(result, True, place["step"])
         if self._sink is not None:
             self._report(result, due, place)
         return result
-
-    def _look(self, step: int) -> None:
-        now = time.monotonic()
-        if now >= self._look_at:
-            self._look_at = now + LOOK_SECONDS
-            note = self._channel.news(step)
-            if note is not None:
-                raise note.error()
 
     def _check(self, result: Result, synced: bool, step: int) -> None:
         self.synced |= synced
@@ -211,7 +195,7 @@ class Run:
             What another rank has told before, or that the store is gone and with it perhaps a rank; else None.
         """
         note = tell(self._opened, error, step)
-        told = describe(error)
+        told = describe_error(error)
         self.ended = error if isinstance(error, Exception) else PeerError(f"the engine ended at step {step}: {told}")
         self._refresh.flights.abandon()
         self.dismantle(abrupt=True)
@@ -227,9 +211,7 @@ class Run:
             A failure that was on its way and that nobody has seen, if there is one.
         """
         with _Part(self, "close", step):
-            note = self._channel.news(step)
-            if note is not None:
-                raise note.error()
+            self._channel.listen(step)
             self._refresh.flights.drain()
             self._refresh.settle(step)
         for channel in self._opened.channels:

@@ -11,8 +11,9 @@ from syncstate.loop.batch import Batch
 from syncstate.loop.rules import Rules
 from syncstate.spec import check_spec
 from syncstate.wire.codec import Parcel, pack
+from syncstate.wire.notes import describe_error, fit
 
-__all__ = ["Failure", "Refused", "cannot_travel", "compute", "describe"]
+__all__ = ["Failure", "Refused", "cannot_travel", "compute"]
 
 _log = logging.getLogger("syncstate")
 
@@ -67,11 +68,7 @@ class Failure(NamedTuple):
         spare = room - 128 - sum(len(name.encode("utf-8", "surrogatepass")) + 8 for name in names)
         if spare < 256:
             names, spare = [], room - 128
-        text = self.text.encode("utf-8", "backslashreplace")
-        if len(text) > spare:
-            half = spare // 2 - 8
-            text = text[:half] + b"\n[...]\n" + text[-half:]
-        return pack([self.kind, text.decode("utf-8", "replace")[:spare], names])
+        return pack([self.kind, fit(self.text, spare), names])
 
 
 class Refused(Exception):
@@ -119,7 +116,7 @@ def compute(
             if scattered:
                 value = _items(value, world_size)
         except Exception as error:
-            faults.append(_Fault(name, "compute", describe(error), error))
+            faults.append(_Fault(name, "compute", describe_error(error), error))
             continue
         if spec is not None:
             wrong = [told for one in (value if scattered else (value,)) if (told := check_spec(one, spec)) is not None]
@@ -155,8 +152,8 @@ def _cannot_travel(batch: Batch, values: list[Any], error: CodecError, allow_pic
         try:
             pack(value, allow_pickle=allow_pickle)
         except CodecError as fault:
-            faults.append(_Fault(entry.name, "compute", describe(fault), fault))
-    return faults or [_Fault(", ".join(batch.names), "compute", describe(error), error)]
+            faults.append(_Fault(entry.name, "compute", describe_error(fault), fault))
+    return faults or [_Fault(", ".join(batch.names), "compute", describe_error(error), error)]
 
 
 def _refused(faults: list[_Fault], step: int, rank: int) -> Refused:
@@ -168,12 +165,3 @@ def _refused(faults: list[_Fault], step: int, rank: int) -> Refused:
         lines.extend("".join(traceback.format_exception(cause)).rstrip() for cause in causes)
     names = [fault.name for fault in faults]
     return Refused(Failure(kind, "\n".join(lines), names, causes[0] if causes else None))
-
-
-def describe(error: BaseException) -> str:
-    """The class and the message of an exception; errors travel as text, because a class may not be there elsewhere."""
-    try:
-        text = str(error)
-    except Exception:  # its own fault must not hide it
-        text = "(it cannot say what happened)"
-    return f"{type(error).__name__}: {text}"

@@ -1,31 +1,19 @@
 """The connection of a resync that stands alone; inside an engine the engine's serves."""
 
-import time
-from contextlib import suppress
 from typing import Any
 
 from syncstate.digest import digest_text
-from syncstate.errors import CodecError, ConfigError, MismatchError, PeerError, SyncStateError, SyncTimeout
+from syncstate.errors import ConfigError, MismatchError, PeerError, SyncStateError
 from syncstate.loop.difference import differences, plan_text
-from syncstate.loop.sources import describe
 from syncstate.resync.choice import Choice
 from syncstate.resync.session import Session
-from syncstate.topology import Topology, find_topology
+from syncstate.topology import Topology
 from syncstate.wire.channel import Channel
 from syncstate.wire.meeting import store_lost
-from syncstate.wire.notes import Note
-from syncstate.wire.rendezvous import decline, meet
+from syncstate.wire.notes import Note, describe_error
+from syncstate.wire.rendezvous import meet
 
-__all__ = ["Connection", "decline_all"]
-
-_LOOK_SECONDS = 1.0  # how often a rank that does not wait looks for news of a failure
-_KINDS = {CodecError: "codec", MismatchError: "mismatch", SyncTimeout: "timeout"}
-
-
-def decline_all(group: Any, error: BaseException) -> None:
-    """Tell ranks that wait for this one to connect that it does not come."""
-    with suppress(ConfigError):  # without a group nobody waits
-        decline(find_topology(group), f"{type(error).__name__}: {error}")
+__all__ = ["Connection"]
 
 
 class Connection:
@@ -52,7 +40,6 @@ class Connection:
     ) -> None:
         self.ended: BaseException | None = None
         self._topology = topology
-        self._look_at = 0.0
         meeting = meet(topology, timeout) if topology.world_size > 1 else None
         if meeting is not None:
             text = plan_text({"resync": choice.plan})
@@ -75,12 +62,7 @@ class Connection:
         Raises:
             SyncStateError: What another rank wrote down.
         """
-        now = time.monotonic()
-        if now >= self._look_at:
-            self._look_at = now + _LOOK_SECONDS
-            note = self._channel.news(step)
-            if note is not None:
-                raise note.error()
+        self._channel.glance(step)
 
     def end(self, error: BaseException, step: int) -> SyncStateError | None:
         """Tell the other ranks, unless they know, and drop the channel.
@@ -89,7 +71,7 @@ class Connection:
             What another rank has told before, or that the store is gone; else None.
         """
         note = self._tell(error, step)
-        self.ended = error if isinstance(error, Exception) else PeerError(f"the resync ended: {describe(error)}")
+        self.ended = error if isinstance(error, Exception) else PeerError(f"the resync ended: {describe_error(error)}")
         self.session.close(abrupt=True, step=step)
         self._channel.teardown(abrupt=True)
         if self._channel.lost is not None:
@@ -104,12 +86,8 @@ class Connection:
         self._channel.teardown(abrupt=False)
 
     def _tell(self, error: BaseException, step: int) -> Note:
-        if isinstance(error, SyncStateError) and not isinstance(error, ConfigError):
-            kind, text = _KINDS.get(type(error), "peer"), str(error)
-        else:
-            kind = "peer"
-            text = f"rank {self._topology.rank} failed in the resync at step {max(step, 0)}: {describe(error)}"
+        note = Note.of(error, self._topology.rank, step, " in the resync")
         session = getattr(self, "session", None)
         if session is not None:
-            session.tell(kind, step, text)
-        return self._channel.tell(kind, step, text)
+            session.tell(note)
+        return self._channel.tell(note)

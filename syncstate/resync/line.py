@@ -10,7 +10,9 @@ from torch import Tensor
 
 from syncstate.errors import PeerError, SyncStateError, SyncTimeout
 from syncstate.topology import Topology
+from syncstate.wire.bits import as_tensor
 from syncstate.wire.channel import Channel, Operation, Wait
+from syncstate.wire.handing import hand_round
 from syncstate.wire.meeting import Groups, Meeting
 
 __all__ = ["Line"]
@@ -73,7 +75,7 @@ class Line:
     def gather(self, mine: bytes) -> list[bytes]:
         """Equally long records of all ranks, in rank order, on main; nothing elsewhere."""
         size, topology = len(mine), self.topology
-        buffer = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        buffer = as_tensor(mine)
         outputs = None
         if topology.is_main:
             outputs = list(torch.empty((topology.world_size, size), dtype=torch.uint8))
@@ -91,7 +93,7 @@ class Line:
         """
         sender = self.topology.main if root is None else root
         if self.topology.rank == sender and data is not None:
-            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            buffer = as_tensor(data)
         else:
             buffer = torch.empty(size, dtype=torch.uint8)
         self.sent += size * (self.topology.world_size > 1)
@@ -100,8 +102,9 @@ class Line:
 
     def hand_round(self, data: bytes | None, root: int | None = None) -> bytes:
         """Bring bytes to all ranks that do not know how many come."""
-        size = int.from_bytes(self.spread(None if data is None else len(data).to_bytes(8, "little"), 8, root), "little")
-        return self.spread(data, size, root) if size else b""
+        came = hand_round(self._channel, data, self.topology.main if root is None else root, self._wait())
+        self.sent += (8 + len(came)) * (self.topology.world_size > 1)
+        return came
 
     def carries(self, device: torch.device) -> bool:
         """Whether bulk on this device travels from there, and not over buckets on the CPU."""
@@ -142,7 +145,7 @@ class Line:
                 now = time.monotonic()
                 if now >= look:
                     look = now + _LOOK_SECONDS
-                    self._hear(wait)
+                    self._channel.listen(wait.step)
                 if now - wait.begun >= wait.timeout:
                     raise SyncTimeout(f"{wait}: rank {self.topology.rank} waited {wait.timeout:g} s for a bucket")
                 time.sleep(pause)
@@ -151,13 +154,8 @@ class Line:
         except SyncStateError:
             raise
         except RuntimeError as error:
-            self._hear(wait)
+            self._channel.listen(wait.step)
             raise PeerError(f"{wait}: the module's process group failed: {error}") from error
-
-    def _hear(self, wait: Wait) -> None:
-        note = self._channel.news(wait.step)
-        if note is not None:
-            raise note.error()
 
     def _wait(self) -> Wait:
         return Wait("resync", self.step, self._timeout, time.monotonic())

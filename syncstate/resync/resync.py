@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 from syncstate.errors import ConfigError, DriftError, SyncStateError
 from syncstate.resync.choice import choose
-from syncstate.resync.connection import Connection, decline_all
+from syncstate.resync.connection import Connection
 from syncstate.resync.report import DriftReport
 from syncstate.resync.session import Session, look, surveyor
-from syncstate.schedule import Schedule, whole
+from syncstate.schedule import Schedule, crossed, whole
 from syncstate.topology import Topology, find_topology
 from syncstate.transport import seconds
 from syncstate.wire.channel import Channel
 from syncstate.wire.meeting import Meeting
+from syncstate.wire.rendezvous import decline
 
 __all__ = ["ParameterResync"]
 
@@ -180,10 +181,7 @@ class ParameterResync:
     def _due(self, step: int, epoch: int) -> bool:
         """Whether a point of the schedule lies between what was seen and now."""
         now, last = (epoch, self._seen[1]) if self.every.unit == "epochs" else (step, self._seen[0])
-        if last < 0:
-            return self.every.unit == "once" or self.every.contains(now)
-        following = self.every.next_after(last)
-        return following is not None and following <= now
+        return (last < 0 and self.every.unit == "once") or crossed(self.every, last, now)
 
     def bind(
         self,
@@ -238,7 +236,7 @@ class ParameterResync:
             self.close()
             return
         if not self._tried and self._session is None:
-            decline_all(self._group, error)
+            decline(self._group, error)
         connection, self._connection = self._connection, None
         if connection is not None and connection.ended is None:
             cause = connection.end(error, max(self._seen[0], 0))
@@ -254,7 +252,7 @@ class ParameterResync:
                 # Before anything is connected: what is wrong on all ranks, all of them then find by themselves.
                 look(self._model(), self._choice, surveyor(self._choice, topology))
             except Exception as error:
-                decline_all(self._group, error)
+                decline(self._group, error)
                 raise
             bulk = self._group if isinstance(self._group, dist.ProcessGroup) else None
             if hasattr(self._group, "mesh_dim_names"):

@@ -19,6 +19,7 @@ from syncstate.resync.tensors import Selection, Survey
 from syncstate.topology import Topology
 from syncstate.wire.channel import Channel
 from syncstate.wire.meeting import Meeting
+from syncstate.wire.notes import Note
 from syncstate.wire.rendezvous import meet
 
 __all__ = ["Session", "look", "surveyor"]
@@ -170,10 +171,10 @@ class Session:
         """Whether all ranks have raised this error together, so that they can go on together."""
         return error is self._world.apart
 
-    def tell(self, kind: str, step: int, text: str) -> None:
+    def tell(self, note: Note) -> None:
         """Tell the ranks that wait in a cohort's channel why this one does not come."""
         for _, channel in self._cohorts.values():
-            channel.tell(kind, step, text)
+            channel.tell(replace(note, rank=channel.topology.rank))
 
     def close(self, *, abrupt: bool, step: int) -> None:
         """Drop the cohorts' channels."""

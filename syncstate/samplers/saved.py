@@ -10,12 +10,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from syncstate.errors import CodecError, ConfigError
 from syncstate.samplers.stamps import Stamp
 from syncstate.samplers.walk import History
 from syncstate.schedule import whole
+from syncstate.wire.bits import as_bytes, as_tensor
 
 __all__ = ["beginning", "check", "history", "saved"]
 
@@ -27,15 +26,13 @@ def beginning(epoch: int) -> dict[str, Any]:
 
 def saved(epoch: int, batches: int | None, stamps: History) -> dict[str, Any]:
     """The state in an epoch."""
-    kept = [
-        [number, torch.frombuffer(bytearray(packed), dtype=torch.uint8)] for number, packed in stamps.since(batches)
-    ]
+    kept = [[number, as_tensor(packed)] for number, packed in stamps.since(batches)]
     return {"epoch": epoch, "batches": batches, "drawn": stamps.drawn, "stamps": kept}
 
 
 def history(state: Mapping[str, Any]) -> History:
     """The stamps of a saved state."""
-    return History(state["drawn"], [(number, _bytes(packed)) for number, packed in state["stamps"]])
+    return History(state["drawn"], [(number, as_bytes(packed)) for number, packed in state["stamps"]])
 
 
 def check(owner: str, state: Mapping[str, Any], names: tuple[str, ...], allow_pickle: bool) -> None:
@@ -50,13 +47,9 @@ def check(owner: str, state: Mapping[str, Any], names: tuple[str, ...], allow_pi
     for key in ("epoch", "drawn") if state["batches"] is None else ("epoch", "batches", "drawn"):
         whole(owner, key, state[key], 0)
     try:
-        stamps = [tuple(Stamp(_bytes(packed), allow_pickle)) for _, packed in state["stamps"]]
+        stamps = [tuple(Stamp(as_bytes(packed), allow_pickle)) for _, packed in state["stamps"]]
     except (CodecError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{owner}: the saved stamps cannot be read: {error}") from error
     for stamp in stamps:
         if set(stamp) != set(names):
             raise ConfigError(f"{owner}: the saved stamps hold {', '.join(stamp)}, this sampler {', '.join(names)}")
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.cpu().contiguous().numpy().data)

@@ -15,8 +15,9 @@ from syncstate.wire.notes import Note, NoteBoard
 from syncstate.wire.sockets import Sockets
 from syncstate.wire.verdict import Wait, broken, late
 
-__all__ = ["Channel", "Operation", "Wait"]
+__all__ = ["LOOK_SECONDS", "Channel", "Operation", "Wait"]
 
+LOOK_SECONDS = 1.0  # how often a rank that does not wait looks for news of a failure
 _ENDING_SECONDS = 0.3
 _BROKEN_SLICES = 2  # how often in a row a connection is seen broken before an operation is given up
 
@@ -41,6 +42,7 @@ class Channel:
         self.topology = topology
         self.collectives = 0
         self._acknowledged = 0
+        self._look_at = 0.0
         self._names = tuple(lanes)
         self._lanes: dict[str, Lane] = {}
         self._meeting = meeting
@@ -221,17 +223,27 @@ class Channel:
     def _broken(self) -> bool:
         return any(lane.sockets.broken() for lane in self._lanes.values())
 
-    def news(self, step: int) -> Note | None:
-        """The note of a failure, if a rank has left one. One short question to the store.
+    def listen(self, step: int) -> None:
+        """Hear of failures on other ranks. One short question to the store.
 
         Args:
             step: This rank's step, for the roll-call.
-        """
-        return self._board.hear(step) if self._board is not None and self._board.alarmed() else None
 
-    def tell(self, kind: str, step: int, text: str) -> Note:
+        Raises:
+            SyncStateError: What another rank has written down.
+        """
+        if self._board is not None and self._board.alarmed():
+            raise self._board.hear(step).error()
+
+    def glance(self, step: int) -> None:
+        """`listen`, but no more than once a second; for ranks that have something else to do than to wait."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            self.listen(step)
+
+    def tell(self, note: Note) -> Note:
         """Leave a note for the other ranks; returns the one that stands, which may be another rank's."""
-        note = Note(kind, self.topology.rank, step, text)
         return note if self._board is None else self._board.post(note)
 
     def sign_off(self, step: int) -> None:

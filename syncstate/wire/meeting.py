@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from syncstate.errors import PeerError, SyncStateError
 from syncstate.topology import Topology
-from syncstate.wire.notes import Note, NoteBoard
+from syncstate.wire.notes import Note, NoteBoard, describe_error
 from syncstate.wire.store import Store, StoreLost, gone
 
 __all__ = ["HOST", "Groups", "Meeting", "Patience", "store_lost"]
@@ -99,7 +99,7 @@ class Meeting:
         except StoreLost as error:
             raise store_lost(what, self.topology.rank, error) from error
         except BaseException as error:  # such as Ctrl-C; the others wait for this rank
-            text = f"{what}: rank {self.topology.rank} failed at step {max(step, 0)}: {type(error).__name__}: {error}"
+            text = f"{what}: rank {self.topology.rank} failed at step {max(step, 0)}: {describe_error(error)}"
             self.board.post(Note("peer", self.topology.rank, step, text))
             raise
 

@@ -7,12 +7,13 @@ says. A rank that hears the alarm answers a roll-call first, so that the note ca
 
 import json
 import time
+import traceback
 from dataclasses import asdict, dataclass, replace
 
-from syncstate.errors import CodecError, MismatchError, PeerError, SyncStateError, SyncTimeout
+from syncstate.errors import CodecError, ConfigError, MismatchError, PeerError, SyncStateError, SyncTimeout
 from syncstate.wire.store import Store, StoreLost, gone
 
-__all__ = ["Note", "NoteBoard", "fit"]
+__all__ = ["Note", "NoteBoard", "describe_error", "fit", "traced"]
 
 _CLASSES: dict[str, type[SyncStateError]] = {
     "codec": CodecError,
@@ -25,6 +26,21 @@ _NOTE_SECONDS = 3.0  # from an alarm to its note, the roll-call included
 _POLL_SECONDS = 0.01
 _NOTE_BYTES = 65536  # a store does not take a content of any length
 _CUT = "\n[...]\n"
+
+
+def describe_error(error: BaseException) -> str:
+    """The class and the message of an exception; errors travel as text, because a class may not be there elsewhere."""
+    try:
+        text = str(error)
+    except Exception:  # its own fault must not hide it
+        text = "(it cannot say what happened)"
+    return f"{type(error).__name__}: {text}"
+
+
+def traced(told: str, error: BaseException, rank: int) -> str:
+    """What happened, and behind it the traceback on the rank where it did."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return f"{told}\nTraceback on rank {rank}:\n{trace}"
 
 
 def fit(text: str, room: int = _NOTE_BYTES) -> str:
@@ -58,6 +74,22 @@ class Note:
     rank: int
     step: int
     text: str
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, step: int, where: str = "") -> "Note":
+        """What a rank leaves for the others when it ends because of an error.
+
+        Args:
+            error: The error. What the engine itself says has a class that all ranks raise; a `ConfigError` and what
+                comes from the user is another rank's failure to them.
+            rank: Whose it is.
+            step: Its step.
+            where: In which part of its work, such as `" in the resync"`.
+        """
+        if isinstance(error, SyncStateError) and not isinstance(error, ConfigError):
+            kind = next((kind for kind, known in _CLASSES.items() if type(error) is known), "peer")
+            return cls(kind, rank, step, str(error))
+        return cls("peer", rank, step, f"rank {rank} failed{where} at step {max(step, 0)}: {describe_error(error)}")
 
     def error(self) -> SyncStateError:
         """What a rank that reads the note raises."""

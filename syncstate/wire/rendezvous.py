@@ -13,10 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from syncstate.errors import PeerError, SyncStateError, SyncTimeout
-from syncstate.topology import Topology
+from syncstate.errors import ConfigError, PeerError, SyncStateError, SyncTimeout
+from syncstate.topology import Topology, find_topology
 from syncstate.wire.meeting import HOST, Meeting, Patience, store_lost
-from syncstate.wire.notes import fit
+from syncstate.wire.notes import describe_error, fit
 from syncstate.wire.store import Store, StoreLost
 
 __all__ = ["decline", "meet"]
@@ -27,19 +27,23 @@ _NO_TOKEN = "-"  # no rank's token; what the store answers where there is none
 _attempts: Counter[tuple[int, ...]] = Counter()  # how often this process was to meet the ranks of a group
 
 
-def decline(topology: Topology, text: str) -> None:
+def decline(group: Any, error: BaseException) -> None:
     """Tell the ranks that wait, or will wait, that this one failed and does not come.
 
     Args:
-        topology: The group.
-        text: Why.
+        group: The group, as users give it; where there is none, nobody waits.
+        error: Why.
     """
+    try:
+        topology = find_topology(group)
+    except ConfigError:
+        return
     if topology.world_size > 1:
         _attempts[topology.global_ranks] += 1
         with suppress(StoreLost):  # nobody can be told where the store is gone
             base = _base(topology, _DECLINE_SECONDS)
             try:
-                _decline(base, topology, text)
+                _decline(base, topology, describe_error(error))
             finally:
                 base.leave()
 
@@ -100,7 +104,7 @@ def meet(topology: Topology, timeout: float) -> Meeting:
     except BaseException as error:
         if not isinstance(error, SyncStateError):  # such as Ctrl-C; the others wait for this rank
             with suppress(StoreLost):
-                _decline(base, topology, f"{type(error).__name__}: {error}")
+                _decline(base, topology, describe_error(error))
         base.leave()
         raise
 
