@@ -6,9 +6,10 @@ seen and this one; never `step % n == 0`, because steps jump, repeat and resume 
 
 import math
 import operator
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from syncstate.errors import ConfigError
 
@@ -147,7 +148,9 @@ class At:
 
     def next_after(self, t: int) -> int | None:
         """The first point after `t`, None if there is none."""
-        return next((point for point in self.steps if point > t), None)
+        points = cast(tuple[int, ...], self.steps)
+        index = bisect_right(points, t)
+        return points[index] if index < len(points) else None
 
     def __str__(self) -> str:
         return "at steps " + ", ".join(map(str, self.steps))

@@ -1,5 +1,6 @@
 """What is on its way: launched, waited for, and brought into force at the step that was declared."""
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -68,9 +69,9 @@ class Flights:
     def next_step(self, seen: int) -> float:
         """The step before which nothing that is on its way needs a call."""
         # What is behind a frame can be posted when the frame has come, and what was collected leaves in the next step.
-        if any(flight.passage is None or not flight.passage.posted for flight in self._flying):
+        if self._flying and any(flight.passage is None or not flight.passage.posted for flight in self._flying):
             return seen + 1
-        return min((flight.apply_at for flight in self._flights), default=float("inf"))
+        return min(flight.apply_at for flight in self._flights) if self._flights else math.inf
 
     def hold_back(self, fields: dict[str, Any], values: Mapping[str, Any]) -> None:
         """Values that are here, and come into force when their lag is over.

@@ -24,7 +24,7 @@ class RandomGuard:
 
     def __init__(self) -> None:
         self._python = _Twister(_python_memory, random.getstate, random.setstate)
-        self._numpy = _Twister(_numpy_memory, _numpy_state, np.random.set_state)
+        self._numpy = _Twister(_NumpyMemory(), _numpy_state, np.random.set_state)
         self._torch = torch.default_generator.get_state()
         self._kept = False
 
@@ -78,7 +78,8 @@ def _python_memory() -> bytes:
     # The second of a pair of normal draws is kept beside the twister.
     if not _PYTHON_LAYOUT or _python.gauss_next is not None:
         return b""
-    return ctypes.string_at(id(_python) + object.__basicsize__, _TWISTER_BYTES)
+    raw: bytes = _PYTHON_WORDS.raw
+    return raw
 
 
 def _python_layout() -> bool:
@@ -86,8 +87,7 @@ def _python_layout() -> bool:
     if _python is None or type(_python).__basicsize__ < object.__basicsize__ + _TWISTER_BYTES:
         return False
     words = _python.getstate()[1]
-    memory = ctypes.string_at(id(_python) + object.__basicsize__, _TWISTER_BYTES)
-    found = np.frombuffer(memory, dtype=np.uint32)
+    found = np.frombuffer(_words_behind(_python).raw, dtype=np.uint32)
     return bool(tuple(found[1:]) == words[:-1] and int(found[0]) == words[-1])
 
 
@@ -95,16 +95,34 @@ def _numpy_state() -> Any:
     return np.random.get_state(legacy=False)
 
 
-def _numpy_memory() -> bytes:
-    """The state of numpy's global generator."""
-    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if type(bits) is not np.random.MT19937:
-        return b""
-    # The second of a pair of normal draws is kept in the object that draws, wherever in it.
-    return ctypes.string_at(bits.ctypes.state_address, _TWISTER_BYTES) + ctypes.string_at(*_NUMPY_OBJECT)
+class _NumpyMemory:
+    """Reads the state of numpy's global generator, as raw bytes."""
+
+    def __init__(self) -> None:
+        self._bits: Any = None  # kept, so that the address below stays good
+        self._words = (ctypes.c_char * _TWISTER_BYTES)()
+
+    def __call__(self) -> bytes:
+        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if bits is not self._bits:
+            if type(bits) is not np.random.MT19937:
+                return b""
+            self._words = (ctypes.c_char * _TWISTER_BYTES).from_address(bits.ctypes.state_address)
+            self._bits = bits
+        # The second of a pair of normal draws is kept in the object that draws, wherever in it.
+        raw: bytes = self._words.raw + _NUMPY_OBJECT.raw
+        return raw
+
+
+def _words_behind(thing: object) -> Any:
+    """The memory of a twister that lies behind the object's head."""
+    return (ctypes.c_char * _TWISTER_BYTES).from_address(id(thing) + object.__basicsize__)
 
 
 _drawing: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
-_NUMPY_OBJECT = (id(_drawing) + object.__basicsize__, type(_drawing).__basicsize__ - object.__basicsize__)
+_NUMPY_OBJECT = (ctypes.c_char * (type(_drawing).__basicsize__ - object.__basicsize__)).from_address(
+    id(_drawing) + object.__basicsize__
+)
 _python: Any = getattr(random, "_inst", None)
 _PYTHON_LAYOUT = _python_layout()
+_PYTHON_WORDS: Any = _words_behind(_python) if _PYTHON_LAYOUT else None

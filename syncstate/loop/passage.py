@@ -119,6 +119,7 @@ class Inbound:
 
     def __init__(self, line: Line, batch: Batch, stamp: Stamp, frame: Frame) -> None:
         self._line, self._batch, self._stamp, self._frame = line, batch, stamp, frame
+        self._prefix = stamp.prefix()  # made now: what is done after the frame has come is time that training waits
         self._wait: Wait = line.wait(batch, stamp)
         self._head = line.broadcast_frame(frame, self._wait)
         self._lengths: Lengths | None = None
@@ -174,7 +175,7 @@ class Inbound:
         """The frame is here, or is waited for: read its head, and post what is behind it."""
         line, frame = self._line, self._frame
         line.channel.finish(self._head)
-        if not frame.begins(self._stamp.prefix()):
+        if not frame.begins(self._prefix):
             raise _apart(line, self._batch, self._stamp, frame.stamp())
         self._lengths = frame.lengths()
         if self._lengths.body:

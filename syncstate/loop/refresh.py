@@ -52,7 +52,8 @@ class Refresh:
         alone = len(sides) == 1 and not any(entry.async_op for entry in entries)
         self._only = sides["world"] if alone else None
         self._stats = stats
-        self._posted = self._total()  # without what opening took
+        self._channels = [side.exchange.channel for side in sides.values()]
+        self._posted = sum(channel.collectives for channel in self._channels)  # without what opening took
         self.flights = flights
 
     def step(self, due: Sequence[Entry], place: Mapping[str, Any]) -> Result:
@@ -107,12 +108,11 @@ class Refresh:
 
     def tally(self) -> None:
         """Count the collectives since the last time."""
-        posted = self._total()
+        posted = 0
+        for channel in self._channels:
+            posted += channel.collectives
         self._stats.collectives += posted - self._posted
         self._posted = posted
-
-    def _total(self) -> int:
-        return sum(side.exchange.channel.collectives for side in self._sides.values())
 
     # One blocking frame
 

@@ -93,7 +93,7 @@ class Channel:
         """Post a broadcast; see `broadcast`. The buffer must stay as it is until `finish`."""
         sender = self.topology.main if root is None else root
         self.collectives += bool(self._lanes)
-        return self._begin(lane, wait, lambda way: way.broadcast(buffer, sender, wait))
+        return self._begin(lane, wait, Lane.broadcast, buffer, sender)
 
     def begin_gather(
         self, buffer: torch.Tensor, outputs: list[torch.Tensor] | None, wait: Wait, *, lane: str = "blocking"
@@ -102,7 +102,7 @@ class Channel:
         if not self._lanes and outputs is not None:
             outputs[0].copy_(buffer)
         self.collectives += bool(self._lanes)
-        return self._begin(lane, wait, lambda way: way.gather(buffer, outputs, self.topology.main, wait))
+        return self._begin(lane, wait, Lane.gather, buffer, outputs, self.topology.main)
 
     def begin_scatter(
         self, buffer: torch.Tensor, inputs: list[torch.Tensor] | None, wait: Wait, *, lane: str = "blocking"
@@ -111,29 +111,29 @@ class Channel:
         if not self._lanes and inputs is not None:
             buffer.copy_(inputs[0])
         self.collectives += bool(self._lanes)
-        return self._begin(lane, wait, lambda way: way.scatter(buffer, inputs, self.topology.main, wait))
+        return self._begin(lane, wait, Lane.scatter, buffer, inputs, self.topology.main)
 
     def begin_all_reduce(self, tensor: torch.Tensor, wait: Wait, *, lane: str = "blocking") -> Operation:
         """Post a sum over all ranks, in place, of a contiguous tensor."""
         self.collectives += bool(self._lanes)
-        return self._begin(lane, wait, lambda way: way.all_reduce(tensor, wait))
+        return self._begin(lane, wait, Lane.all_reduce, tensor)
 
     def begin_send(self, buffer: torch.Tensor, to: int, tag: int, wait: Wait, *, lane: str = "blocking") -> Operation:
         """Post a message to one rank of the group; no collective."""
-        return self._begin(lane, wait, lambda way: way.send(buffer, to, tag, wait))
+        return self._begin(lane, wait, Lane.send, buffer, to, tag)
 
     def begin_receive(
         self, buffer: torch.Tensor, source: int, tag: int, wait: Wait, *, lane: str = "blocking"
     ) -> Operation:
         """Post the receipt of a message of exactly this size from one rank of the group; no collective."""
-        return self._begin(lane, wait, lambda way: way.receive(buffer, source, tag, wait))
+        return self._begin(lane, wait, Lane.receive, buffer, source, tag)
 
-    def _begin(self, lane: str, wait: Wait, post: Callable[[Lane], Operation]) -> Operation:
+    def _begin(self, lane: str, wait: Wait, post: Callable[..., Operation], *what: object) -> Operation:
         board = self._board
         if board is None or not self._lanes:
             return Operation(wait)
         try:
-            return post(self._lanes[lane])
+            return post(self._lanes[lane], wait, *what)
         except RuntimeError as error:
             raise broken(wait, board, self.topology, error).error() from error
 
@@ -152,6 +152,7 @@ class Channel:
         lane, board, wait = operation.lane, self._board, operation.wait
         if lane is None or board is None or operation.work is None:
             return
+        operation.linger()
         strikes = 0
         while not self._arrived(operation, wait, board):
             if board.alarmed():

@@ -1,7 +1,9 @@
 """One gloo group of a channel, and the operations that are on their way in it."""
 
 import ctypes
+import os
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,6 +19,9 @@ __all__ = ["SLICE", "Lane", "Operation", "limit_of"]
 SLICE = timedelta(milliseconds=100)
 _SPARE_SECONDS = 30.0
 _LONGEST_SECONDS = 3e8  # the backend counts nanoseconds in 64 bits
+
+_LINGER_SECONDS = 2e-4
+_yield: Callable[[], object] | None = getattr(os, "sched_yield", None)  # not on every system
 
 _limits: dict[float, timedelta] = {}  # one for each timeout of a plan
 
@@ -50,6 +55,19 @@ class Operation:
         """Whether it has ended, well or not."""
         return self.work is None or self.work.is_completed()
 
+    def linger(self) -> None:
+        """Look again and again, for a while, before going to sleep: to be woken takes longer than a small message.
+
+        Between looks the processor is given to whoever wants it, so that a busy machine loses nothing.
+        """
+        if _yield is None or self.done():
+            return
+        end = time.monotonic() + _LINGER_SECONDS
+        while time.monotonic() < end:
+            _yield()
+            if self.done():
+                return
+
 
 class Lane:
     """A gloo group with its connections. Operations of one lane are posted in the same order on all ranks.
@@ -69,33 +87,33 @@ class Lane:
         self._flying.add(operation)
         return operation
 
-    def broadcast(self, buffer: torch.Tensor, root: int, wait: Wait) -> Operation:
+    def broadcast(self, wait: Wait, buffer: torch.Tensor, root: int) -> Operation:
         """Post a broadcast of `buffer` from the rank `root`. Raises RuntimeError where the group is broken."""
         return self._post(wait, self._group.broadcast(buffer, root, limit_of(wait.timeout)))
 
-    def gather(self, buffer: torch.Tensor, outputs: list[torch.Tensor] | None, root: int, wait: Wait) -> Operation:
+    def gather(self, wait: Wait, buffer: torch.Tensor, outputs: list[torch.Tensor] | None, root: int) -> Operation:
         """Post a gather of equally large buffers to `root`, which alone has `outputs`, one for each rank."""
         options = dist.GatherOptions()
         options.rootRank, options.timeout = root, limit_of(wait.timeout)
         return self._post(wait, self._group.gather([] if outputs is None else [outputs], [buffer], options))
 
-    def scatter(self, buffer: torch.Tensor, inputs: list[torch.Tensor] | None, root: int, wait: Wait) -> Operation:
+    def scatter(self, wait: Wait, buffer: torch.Tensor, inputs: list[torch.Tensor] | None, root: int) -> Operation:
         """Post a scatter of equally large buffers from `root`, which alone has `inputs`, one for each rank."""
         options = dist.ScatterOptions()
         options.rootRank, options.timeout = root, limit_of(wait.timeout)
         return self._post(wait, self._group.scatter([buffer], [] if inputs is None else [inputs], options))
 
-    def all_reduce(self, tensor: torch.Tensor, wait: Wait) -> Operation:
+    def all_reduce(self, wait: Wait, tensor: torch.Tensor) -> Operation:
         """Post a sum over all ranks, in place."""
         options = dist.AllreduceOptions()
         options.timeout = limit_of(wait.timeout)
         return self._post(wait, self._group.allreduce([tensor], options))
 
-    def send(self, buffer: torch.Tensor, to: int, tag: int, wait: Wait) -> Operation:
+    def send(self, wait: Wait, buffer: torch.Tensor, to: int, tag: int) -> Operation:
         """Post a message to one rank."""
         return self._post(wait, _Message(self._group.send([buffer], to, tag), wait))
 
-    def receive(self, buffer: torch.Tensor, source: int, tag: int, wait: Wait) -> Operation:
+    def receive(self, wait: Wait, buffer: torch.Tensor, source: int, tag: int) -> Operation:
         """Post the receipt of a message from one rank."""
         return self._post(wait, _Message(self._group.recv([buffer], source, tag), wait))
 
