@@ -7,9 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import returned, run_ranks
 
@@ -19,6 +20,7 @@ from syncstate.topology import find_topology
 from syncstate.wire import store
 from syncstate.wire.channel import Channel
 from syncstate.wire.connecting import connect
+from syncstate.wire.lane import Lane
 from syncstate.wire.rendezvous import meet
 from syncstate.wire.sockets import Sockets
 
@@ -249,6 +251,46 @@ def test_a_rank_that_died_in_the_last_sync_is_named_although_others_have_ended()
         assert told[0] == "PeerError"
         assert "rank 2 did not report" in told[1]
         assert "ended at step" not in told[1]
+
+
+def _dies_in_the_last_body(rank: int, slow: int) -> Any:
+    """Main dies in the body of the last sync: one rank has it all and has left, the slow one has half of it."""
+    pids: list[Any] = [None] * 3
+    dist.all_gather_object(pids, os.getpid())
+    state = SharedState()
+    state.add("x", lambda ctx: torch.zeros(40_000_000, dtype=torch.int64) if ctx.step else None, every=EACH)
+    broadcast, lane_class = Lane.broadcast, cast(Any, Lane)
+
+    def late(lane: Lane, *args: Any) -> Any:
+        body = any(isinstance(one, torch.Tensor) and one.numel() > 1 << 20 for one in args)
+        if body:
+            time.sleep(1.5)  # the other one has long left
+        operation = broadcast(lane, *args)
+        if body:
+            time.sleep(0.02)
+            os.kill(pids[0], signal.SIGKILL)
+        return operation
+
+    try:
+        with SyncEngine(state, timeout=20.0) as engine:
+            engine.start()
+            if rank == slow:
+                lane_class.broadcast = late
+            engine.step(1)
+    except SyncStateError as error:
+        return _told(error)
+    finally:
+        lane_class.broadcast = broadcast
+    return None
+
+
+def test_a_death_in_the_last_body_is_seen_although_another_rank_has_left_with_all_of_it() -> None:
+    first, left, slow = run_ranks(_dies_in_the_last_body, 3, 2, timeout=40.0)
+    assert first.status == "died"
+    assert returned([left]) == [None]
+    ((kind, text),) = returned([slow])
+    assert kind == "PeerError", text  # and not SyncTimeout, when the time was over
+    assert "rank 0 did not report" in text
 
 
 def _fails_to_connect(rank: int) -> Any:

@@ -88,6 +88,8 @@ class Batch:
 
     def intervals(self, announced: Sequence[int]) -> dict[str, int]:
         """Name -> steps to the next sync, for the entries with a rhythm; `announced` has one for each rhythm."""
+        if not self.rhythms:
+            return {}
         by_rhythm = dict(zip(map(id, self.rhythms), announced, strict=True))
         return {entry.name: by_rhythm[id(entry.rhythm)] for entry in self.entries if entry.rhythm is not None}
 

@@ -159,16 +159,13 @@ class Channel:
                 raise board.hear(wait.step).error()
             if time.monotonic() - wait.begun >= wait.timeout:
                 raise late(wait, board, self.topology).error()
-            # The backend never ends an operation that has half a message of a rank that died.
-            strikes = strikes + 1 if lane.sockets.broken() else 0
-            if strikes >= _BROKEN_SLICES and not self._left_after(wait.step, board):
+            # The backend never ends an operation that has half a message of a rank that died. Ranks that have left in
+            # good order, with all that this one waits for, end one connection each.
+            ended = lane.sockets.ended()
+            strikes = strikes + 1 if ended and ended > _left_after(wait.step, board) else 0
+            if strikes >= _BROKEN_SLICES:
                 raise broken(wait, board, self.topology, RuntimeError("connection closed")).error()
         lane.forget(operation)
-
-    @staticmethod
-    def _left_after(step: int, board: NoteBoard) -> bool:
-        """Whether a rank has left in good order that has had all it needs: then a closed connection proves nothing."""
-        return any(last >= step for last in board.leavers().values())
 
     def _arrived(self, operation: Operation, wait: Wait, board: NoteBoard) -> bool:
         """Wait for the operation for a slice of time: the backend's own wait hides signals and the notes of others."""
@@ -222,7 +219,7 @@ class Channel:
         return self._meeting is not None and self._meeting.store.lost is not None
 
     def _broken(self) -> bool:
-        return any(lane.sockets.broken() for lane in self._lanes.values())
+        return any(lane.sockets.ended() for lane in self._lanes.values())
 
     def listen(self, step: int) -> None:
         """Hear of failures on other ranks. One short question to the store.
@@ -283,6 +280,11 @@ class Channel:
         end = time.monotonic() + seconds
         while self.busy and time.monotonic() < end:
             time.sleep(0.005)
+
+
+def _left_after(step: int, board: NoteBoard) -> int:
+    """How many ranks have left in good order that have had all they need at this step."""
+    return sum(last >= step for last in board.leavers().values())
 
 
 _open: "weakref.WeakSet[Channel]" = weakref.WeakSet()

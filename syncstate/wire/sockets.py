@@ -100,14 +100,16 @@ class Sockets:
                 except OSError:
                     pass
 
-    def broken(self) -> bool:
-        """Whether a connection has ended, because its other side has died or left. Reads nothing from it."""
-        poll = select.poll()
+    def ended(self) -> int:
+        """How many connections have ended, because their other sides have died or left. Reads nothing from them."""
+        poll, count = select.poll(), 0
         for fd, inode in self._inodes.items():
-            if _inode(fd) != inode:  # the backend has heard of it, and closed it
-                return True
-            poll.register(fd, select.POLLRDHUP)
-        return any(events & (select.POLLRDHUP | select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
+            if _inode(fd) == inode:
+                poll.register(fd, select.POLLRDHUP)
+            else:  # the backend has heard of it, and closed it
+                count += 1
+        over = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+        return count + sum(bool(events & over) for _, events in poll.poll(0))
 
     def forget(self) -> None:
         """The group is gone, and its descriptors with it."""
