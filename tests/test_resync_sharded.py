@@ -1,6 +1,7 @@
 """Sharded parameters: the local shard is compared, with the ranks that hold the same one; nothing is claimed beyond."""
 
-from typing import Any
+import time
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from ranks import returned, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from syncstate import Every
+from syncstate import Every, SyncEngine
 from syncstate.errors import ConfigError, MismatchError
 from syncstate.resync import ParameterResync, TensorDrift
+from syncstate.resync.modes import Talk
 
 EACH = Every(steps=1)
 
@@ -188,3 +190,41 @@ def wraps_in_the_first_fsdp(rank: int) -> str:
 def test_the_first_fsdp_is_refused() -> None:
     for told in returned(run_ranks(wraps_in_the_first_fsdp, 2)):
         assert told.startswith("resync: the module is sharded by FullyShardedDataParallel, which does not tell")
+
+
+def fails_in_a_cohort(rank: int) -> Any:
+    """Ranks 1 and 3 hold the same shards; rank 3 fails while rank 1 waits for it alone."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    net: Any = nn.Linear(10, 7)
+    fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    engine = SyncEngine(resync=ParameterResync(net, every=EACH), timeout=30)
+    run, talk_class = Talk.run, cast(Any, Talk)
+
+    def fail(talk: Talk, items: list[Any], *rest: Any) -> Any:
+        if rank == 3 and any(item.cohort for item in items):
+            raise LookupError("no data")
+        return run(talk, items, *rest)
+
+    talk_class.run = fail
+    try:
+        with engine:
+            engine.start()
+            for step in range(1, 30):
+                engine.step(step)
+                time.sleep(0.2)  # the ranks of the other cohort hear of it within a second
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        talk_class.run = run
+    return None
+
+
+def test_a_failure_inside_a_cohort_reaches_its_other_ranks_with_the_cause() -> None:
+    *others, culprit = returned(run_ranks(fails_in_a_cohort, 4))
+    assert culprit == ("LookupError", "no data")
+    for told in others:
+        assert told[0] == "PeerError"
+        assert "rank 3" in told[1]
+        assert "LookupError: no data" in told[1]

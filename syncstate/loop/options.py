@@ -22,6 +22,8 @@ class Resync(Protocol):
 
     def agreed(self) -> dict[str, Any]: ...
     def bind(self, topology: Any, channel: Any, meeting: Any, timeout: float, *, group: Any, model: Any) -> None: ...
+    def tell(self, note: Any) -> None: ...
+
     def unbind(self, *, abrupt: bool) -> None: ...
     def run(self, step: int) -> Any: ...
 
@@ -106,7 +108,7 @@ def check_resyncs(given: Any) -> tuple[Resync, ...]:
         return ()
     resyncs = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     for resync in resyncs:
-        if not all(hasattr(resync, name) for name in ("every", "agreed", "bind", "unbind", "run")):
+        if not all(hasattr(resync, name) for name in ("every", "agreed", "bind", "tell", "unbind", "run")):
             raise ConfigError(f"engine: resync must be a ParameterResync or a list of them, got {resync!r}")
     if len({id(resync) for resync in resyncs}) < len(resyncs):
         raise ConfigError("engine: resync names one ParameterResync twice")

@@ -195,6 +195,8 @@ class Run:
             What another rank has told before, or that the store is gone and with it perhaps a rank; else None.
         """
         note = tell(self._opened, error, step)
+        for resync in self._resyncs:
+            resync.tell(note)
         told = describe_error(error)
         self.ended = error if isinstance(error, Exception) else PeerError(f"the engine ended at step {step}: {told}")
         self._refresh.flights.abandon()

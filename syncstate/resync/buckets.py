@@ -92,8 +92,10 @@ def inside(buffer: Tensor, piece: Piece) -> Tensor:
     view = piece.view
     begin = piece.offset // buffer.element_size()
     if buffer.dtype is torch.uint8:
-        return buffer[begin : begin + view.numel() * view.element_size()].view(view.dtype).view(view.shape)
-    return buffer[begin : begin + view.numel()].view(view.shape)
+        part = buffer.narrow(0, begin, view.nbytes).view(view.dtype)
+    else:
+        part = buffer.narrow(0, begin, view.numel())
+    return part if view.ndim == 1 else part.view(view.shape)
 
 
 def _pack(buffer: Tensor, bucket: Bucket) -> None:

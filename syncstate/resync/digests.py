@@ -86,7 +86,9 @@ def _host(item: Item) -> bytes:
     if item.end and tensor is not None:
         pointer = tensor.data_ptr()
         if pointer and tensor.untyped_storage().nbytes() >= item.end:
-            return xxhash.xxh3_128_digest(_view_memory(pointer, item.size, _READ))
+            if pointer != item.memory[0]:
+                item.memory = (pointer, _view_memory(pointer, item.size, _READ))
+            return xxhash.xxh3_128_digest(item.memory[1])
     if item.absent:
         return ABSENT
     if item.data is not None:

@@ -57,6 +57,7 @@ class Item:
         absent: Whether this rank lacks what another has.
         size: Bytes of the tensor; 0 for what has none.
         end: Where in its storage the tensor ends, in bytes, if it lies there in one piece on the CPU; else 0.
+        memory: Where it lay when its bits were last read, and a view of that place.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Item:
     absent: bool = False
     size: int = 0
     end: int = 0
+    memory: tuple[int, memoryview] = (0, memoryview(b""))
 
     @property
     def is_value(self) -> bool:

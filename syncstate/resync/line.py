@@ -56,6 +56,9 @@ class Line:
         self.sent = 0
         self.step = 0
         self.apart: SyncStateError | None = None
+        # Errors of a part of the group count its ranks from 0.
+        part = f" of shards, among the global ranks {list(topology.global_ranks)}, here numbered from 0,"
+        self._what = "resync" if topology.global_ranks == tuple(members) else "resync" + part
         self._channel = channel
         self._meeting = meeting
         self._timeout = timeout
@@ -158,7 +161,7 @@ class Line:
             raise PeerError(f"{wait}: the module's process group failed: {error}") from error
 
     def _wait(self) -> Wait:
-        return Wait("resync", self.step, self._timeout, time.monotonic())
+        return Wait(self._what, self.step, self._timeout, time.monotonic())
 
 
 class _Remote:

@@ -18,6 +18,7 @@ from syncstate.topology import Topology, find_topology
 from syncstate.transport import seconds
 from syncstate.wire.channel import Channel
 from syncstate.wire.meeting import Meeting
+from syncstate.wire.notes import Note
 from syncstate.wire.rendezvous import decline
 
 __all__ = ["ParameterResync"]
@@ -209,6 +210,11 @@ class ParameterResync:
         self._choice.check_world(topology.world_size)
         self.host_model = model
         self._session = Session(topology, channel, meeting, timeout, group, on_device=self._on_device)
+
+    def tell(self, note: Note) -> None:
+        """Pass an engine's news of its end to the ranks that wait in a channel of the resync's own; before `unbind`."""
+        if self._session is not None:
+            self._session.tell(note)
 
     def unbind(self, *, abrupt: bool = False) -> None:
         """Run inside an engine no longer; the engine closes its channel afterwards.
