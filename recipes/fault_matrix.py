@@ -1,6 +1,7 @@
 """Break an engine on purpose and see what every rank makes of it: the whole matrix, or random faults for a while.
 
-python recipes/fault_matrix.py                              # fault x rank x world size, as a table
+python recipes/fault_matrix.py                              # fault x rank x world size x mode, as a table
+python recipes/fault_matrix.py --modes async --hosts lightning accelerate
 python recipes/fault_matrix.py --faults is_killed --repeat 200
 python recipes/fault_matrix.py --minutes 20 --seed 7        # random cells; the seed that it prints repeats them
 """
@@ -14,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from faults import FAULTS, Cell, cells, play
+from fault_hosts import HOSTS, preload
+from faults import FAULTS, MODES, Cell, cells, play
 
 
 def main() -> int:
@@ -22,11 +24,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", nargs="+", choices=sorted(FAULTS), help="only these")
     parser.add_argument("--world-sizes", nargs="+", type=int, default=[2, 3, 4, 8])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="blocking values, asynchronous ones")
+    parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS), help="what trains")
     parser.add_argument("--repeat", type=int, default=1, help="how often each cell is run")
     parser.add_argument("--minutes", type=float, help="run random cells for so long instead of the whole matrix once")
     parser.add_argument("--seed", type=int, default=None, help="of the random cells; drawn and printed if not given")
     given = parser.parse_args()
-    matrix = [cell for cell in cells(tuple(given.world_sizes)) if not given.faults or cell.fault in given.faults]
+    matrix = [
+        cell
+        for cell in cells(tuple(given.world_sizes), tuple(given.modes))
+        if (not given.faults or cell.fault in given.faults) and cell.host in given.hosts
+    ]
+    preload({cell.host for cell in matrix})
     if given.minutes is not None:
         return _at_random(matrix, given.minutes, given.seed)
     return _matrix(matrix, given.repeat)
@@ -34,7 +43,8 @@ def main() -> int:
 
 def _matrix(matrix: list[Cell], repeat: int) -> int:
     print(
-        f"{'fault':38} {'ranks':>5} {'rank':>4} {'store':>5} {'host':>10} {'runs':>4} {'wrong':>5} {'slowest rank':>12}"
+        f"{'fault':38} {'mode':>8} {'ranks':>5} {'rank':>4} {'store':>5} {'host':>10} {'runs':>4} {'wrong':>5} "
+        f"{'slowest rank':>12}"
     )
     failed = 0
     for cell in matrix:
@@ -44,8 +54,8 @@ def _matrix(matrix: list[Cell], repeat: int) -> int:
         bad = sum(bool(verdict.wrong) for verdict in verdicts)
         failed += bad
         print(
-            f"{cell.fault:38} {cell.world_size:5} {cell.who:4} {cell.store:>5} {cell.host:>10} {repeat:4} {bad:5} "
-            f"{slowest:10.2f} s",
+            f"{cell.fault:38} {cell.mode:>8} {cell.world_size:5} {cell.who:4} {cell.store:>5} {cell.host:>10} "
+            f"{repeat:4} {bad:5} {slowest:10.2f} s",
             flush=True,
         )
         for line in wrong[:5]:
@@ -64,14 +74,14 @@ def _at_random(matrix: list[Cell], minutes: float, seed: int | None) -> int:
     while time.monotonic() < end:
         cell = draw.choice(matrix)
         verdict = play(cell)
-        runs[cell.fault] += 1
+        runs[f"{cell.fault:38} {cell.mode:>8}"] += 1
         if verdict.wrong:
             bad += 1
             print(f"run {runs.total()}: {cell}")
             for line in verdict.wrong:
                 print("    " + line.replace("\n", "\n    "), flush=True)
     for fault, count in sorted(runs.items()):
-        print(f"{fault:38} {count:5}")
+        print(f"{fault} {count:5}")
     print(f"seed {seed}: {runs.total()} runs, {bad} wrong")
     return int(bad > 0)
 

@@ -4,18 +4,20 @@ Each has the engine that it drives, and `train`, which calls `at_step` before th
 what a user's program would see.
 """
 
+import importlib
 import logging
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from syncstate import SharedState, SyncEngine
+from syncstate.errors import DriftError, PeerError, SyncTimeout
 
-__all__ = ["HOSTS", "Driver"]
+__all__ = ["HOSTS", "Driver", "preload"]
 
 
 class Driver:
@@ -24,10 +26,13 @@ class Driver:
     Args:
         state: The values, `x` among them, whose value is its step.
         options: The engine's.
+        lag: Steps from the computation of `x` to the step from which it is in force.
     """
 
-    def __init__(self, state: SharedState, options: dict[str, Any]) -> None:
+    def __init__(self, state: SharedState, options: dict[str, Any], lag: int = 0) -> None:
         self.state = state
+        self.lag = lag
+        self.reached = 0  # the last step whose sync was tried
         self.engine = self.make(options)
 
     def make(self, options: dict[str, Any]) -> SyncEngine:
@@ -38,16 +43,30 @@ class Driver:
             engine.start()
             for step in range(1, last + 1):
                 self.before(step, fault_step, at_step, pace)
-                engine.step(step)
+                try:
+                    engine.step(step)
+                except (PeerError, SyncTimeout, DriftError) as error:
+                    self.has_ended(step, error)
+                    raise
                 self.after(step)
 
+    def has_ended(self, step: int, error: Exception) -> None:
+        try:
+            self.engine.step(step + 1)
+        except Exception as again:
+            if again is error:
+                return
+            raise AssertionError(f"step {step + 1} raises {again!r} after {error!r}") from again
+        raise AssertionError(f"the engine goes on after {error!r}")
+
     def before(self, step: int, fault_step: int, at_step: Callable[[], object], pace: float) -> None:
+        self.reached = step
         if step == fault_step:
             at_step()
         time.sleep(pace if step > fault_step else 0.0)
 
     def after(self, step: int) -> None:
-        if self.state["x"] != step:
+        if self.state["x"] != max(step - self.lag, 0):  # the first value, of step 0, is in force at once
             raise AssertionError(f"wrong value {self.state['x']!r} at step {step}")
 
 
@@ -115,3 +134,14 @@ class AccelerateDriver(Driver):
 
 
 HOSTS = {"plain": Driver, "lightning": LightningDriver, "accelerate": AccelerateDriver}
+_MODULES = {
+    "lightning": ["lightning.pytorch", "syncstate.lightning"],
+    "accelerate": ["accelerate", "syncstate.accelerate"],
+}
+
+
+def preload(hosts: Iterable[str]) -> None:
+    """Load what these hosts need here, so that ranks that are forked later have it; each would take seconds for it."""
+    for host in hosts:
+        for module in _MODULES.get(host, ()):
+            importlib.import_module(module)
