@@ -2,10 +2,12 @@
 #   make demo       a short training run with shared values, on two ranks
 #   make test       the linters, the type checker and the tests
 #   make benchmark  the figures, measured on this machine
-# PYTHON=... picks the interpreter; PIP_ARGS=... reaches pip (another index, for instance).
+# PYTHON=... picks the interpreter; PIP_ARGS=... reaches pip (another index, for instance); WORKERS=... is how many files
+# of tests run at a time.
 
 PYTHON ?= python3
 PIP_ARGS ?=
+WORKERS ?= 2
 BIN := .venv/bin
 # Twice quiet: errors only.
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install $(PIP_ARGS) -c constraints.txt
@@ -17,7 +19,8 @@ demo: .venv/.recipes
 	$(BIN)/python recipes/lightning_curriculum.py
 
 test: lint
-	$(BIN)/python -m pytest
+	@# Whole files, in their order: what a file computes once for its tests, a worker computes once.
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: .venv/.test
 	$(BIN)/ruff check .

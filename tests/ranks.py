@@ -18,7 +18,8 @@ pickle, errors as text, so that an exception that cannot be rebuilt elsewhere ca
 
 Ranks are forked from a server that has torch loaded already: a run takes some tens of milliseconds. Two things follow.
 All ranks have the same ``hash()`` of strings, unlike separately launched ones. And the libraries that the tests had
-imported before the first run are loaded in every rank. `rank_starter.py` and `rank_process.py` hold the two sides.
+imported before the first run are loaded in every rank. `rank_starter.py` and `rank_process.py` hold the two sides,
+`rank_server.py` is for the server.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ from typing import Any, Literal
 from rank_process import IN_SERVER, Job
 from rank_starter import Rank, wait_for_reports
 
-__all__ = ["Outcome", "returned", "run_ranks"]
+__all__ = ["Outcome", "ensure_server", "returned", "run_ranks"]
 
 Env = Mapping[str, str | None]
 Status = Literal["returned", "raised", "died", "hung"]
 
-# Worth loading once in the server, if the test session uses them. Not loaded for their own sake.
+# Loaded once in the server. A rank's first optimizer or DDP module loads torch's compiler: 2 s of each rank's time.
+_ALWAYS = ("ranks", "torch", "torch.distributed", "torch._dynamo", "numpy")
+# Likewise, if the test session uses them. Not loaded for their own sake.
 _HEAVY = (
     *("pytest", "hypothesis", "lightning", "lightning.pytorch", "accelerate", "hydra", "omegaconf", "transformers"),
     *("sklearn", "matplotlib"),
@@ -131,7 +134,7 @@ def run_ranks(
     if len(envs) != world_size:
         raise ValueError(f"env has {len(envs)} mappings for {world_size} ranks")
     call = pickle.dumps((fn, args))
-    _ensure_server()
+    ensure_server()
     port = _free_port() if not init else 0
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
         ranks: list[Rank] = []
@@ -195,11 +198,11 @@ def _free_port() -> int:
     raise RuntimeError("no free port between 20000 and 32000")
 
 
-def _ensure_server() -> None:
-    """Start the process that ranks are forked from, once."""
+def ensure_server() -> None:
+    """Start the process that ranks are forked from, once, and before anybody starts one that has nothing loaded."""
     mine = [name for name in sys.modules if name.split(".")[0] == "syncstate"]
     used = [name for name in _HEAVY if name in sys.modules]
-    multiprocessing.set_forkserver_preload(["ranks", "torch", "torch.distributed", "numpy", *used, *sorted(mine)])
+    multiprocessing.set_forkserver_preload([*_ALWAYS, *used, *sorted(mine), "rank_server"])
     # The server takes its environment from here. On Python 3.11 it ignores the sys.path it is given.
     held = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS", IN_SERVER)}
     os.environ.update({"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", IN_SERVER: "1"})

@@ -1,5 +1,6 @@
 """What a value says of its transport, what it takes from the engine, and which of it goes together."""
 
+import re
 from typing import Any
 
 import pytest
@@ -187,7 +188,7 @@ TURNS = [[0, 0, 0], [4, 4, 1], [8, 8, 2], [12, 12, 3]]
         ({"async_op": True, "lag": 2}, {"every": Once()}, [[0, 0, 0]]),
         ({"async_op": True}, {"every": At([2, 3, 11])}, [[3, 2, 0], [4, 3, 0], [12, 11, 2]]),
     ],
-    ids=str,
+    ids=lambda given: re.sub(r"<function (\w+) at \w+>", r"\1", str(given)),
 )
 def test_a_value_takes_from_the_engine_what_can_hold_for_it(
     engine: dict[str, Any], value: dict[str, Any], expected: list[Any]

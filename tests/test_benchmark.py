@@ -15,6 +15,7 @@ import torch.distributed as dist
 from matplotlib import image
 from omegaconf import DictConfig, OmegaConf
 from ranks import returned, run_ranks
+from run_script import run_script
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))  # where scripts find their neighbours, as when they are run
@@ -214,8 +215,8 @@ def test_without_the_commands_there_is_no_link(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_row_that_needs_a_link_is_left_out_where_there_is_none(tmp_path: Path) -> None:
-    command = (str(RECIPES / "benchmark.py"), f"hydra.run.dir={tmp_path}", "rows=[link]", *TINY)
-    done = run_python(tmp_path, *command, PATH=str(tmp_path))
+    options = (f"hydra.run.dir={tmp_path}", "rows=[link]", *TINY)
+    (done,) = run_script(tmp_path, RECIPES / "benchmark.py", *options, env={"PATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     assert "what needs a slow link is left out: there is no command 'unshare' (util-linux)" in done.stdout
     assert json.loads((tmp_path / "benchmark.json").read_text())["figures"] == []

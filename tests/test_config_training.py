@@ -7,6 +7,7 @@ import hydra
 import pytest
 from hydra.errors import InstantiationException
 from hydra_project import compose_in, run_in, write_project
+from run_script import run_script
 
 from syncstate.lightning import SyncStateCallback
 
@@ -16,8 +17,8 @@ SEED = "syncstate/values=[seed]"
 
 def test_a_training_of_one_process_shares_values_by_one_argument(tmp_path: Path) -> None:
     project = write_project(tmp_path)
-    done = run_in(project, "src/train.py", CALLBACK, SEED, "syncstate.schedule.steps=4",
-                  "syncstate.values.seed.source.base=0")  # fmt: skip
+    arguments = (CALLBACK, SEED, "syncstate.schedule.steps=4", "syncstate.values.seed.source.base=0")
+    (done,) = run_script(project, project / "src" / "train.py", *arguments)
     assert done.returncode == 0, done.stderr
     seen = json.loads((project / "rank0.json").read_text())["seen"]
     assert [step for step, _ in seen] == list(range(16))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from ranks import returned, run_ranks
+from run_script import run_script
 
 import syncstate.errors
 
@@ -25,17 +26,29 @@ LAST_LINES = {  # what the script prints last, by a name that only its block hol
 }
 
 
-@pytest.mark.parametrize("name", LAST_LINES)
-def test_a_script_of_the_readme_runs_in_a_fresh_process_and_prints_what_it_should(name: str, tmp_path: Path) -> None:
+def written(name: str, folder: Path) -> Path:
+    """The script that holds the name, in a file."""
     (block,) = [block for block in BLOCKS if name in block]
-    script = tmp_path / "script.py"
+    script = folder / "script.py"
     script.write_text(block, encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
-    )
+    return script
+
+
+@pytest.mark.parametrize("name", LAST_LINES)
+def test_a_script_of_the_readme_runs_as_it_stands_and_prints_what_it_should(name: str, tmp_path: Path) -> None:
+    (done,) = run_script(tmp_path, written(name, tmp_path))
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(LAST_LINES[name], done.stdout.strip().rsplit("\n", 1)[-1]), done.stdout
+
+
+def test_the_first_script_of_the_readme_needs_nothing_but_an_interpreter(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(written("Seed(base=1234)", tmp_path))],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(LAST_LINES["Seed(base=1234)"], done.stdout.strip().rsplit("\n", 1)[-1]), done.stdout
 
 
 def test_every_script_of_the_readme_is_run() -> None:

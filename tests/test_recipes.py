@@ -2,7 +2,6 @@
 
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -10,6 +9,7 @@ import matplotlib.image
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra_project import run_in
+from run_script import run_script
 
 from syncstate import At, Context, Every, Once
 from syncstate.config import build
@@ -33,6 +33,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 def run(folder: Path, *command: str) -> CompletedProcess[str]:
+    """Start it as a user does: in interpreters that have everything to import yet."""
     return run_in(folder, *command, timeout=110)
 
 
@@ -101,12 +102,12 @@ def test_the_lightning_recipe_draws_its_figure_into_its_one_directory(lightning_
 
 
 def test_the_limit_of_the_lightning_recipe_follows_the_losses_of_all_ranks_by_config(tmp_path: Path) -> None:
-    output = succeeded(
-        run(
-            tmp_path, LIGHTNING, "seeds=[0]", "trainer.max_epochs=7", "syncstate/values=[seed,indices,quantile_limit]",
-            "syncstate.values.curriculum.source.warmup=15",
-        )
+    main, other = run_script(
+        tmp_path, LIGHTNING, "seeds=[0]", "trainer.max_epochs=7", "syncstate/values=[seed,indices,quantile_limit]",
+        "syncstate.values.curriculum.source.warmup=15", ranks=2,
     )  # fmt: skip
+    assert (main.returncode, other.returncode, other.stdout) == (0, 0, "")
+    output = main.stdout
     found = tables(output)
     assert list(found) == [
         f"step {step}, refresh {count}: all ranks agree" for step, count in ((0, 1), (10, 2), (30, 4), (70, 8))
@@ -136,9 +137,8 @@ def test_a_wrong_setting_ends_the_recipe_before_training(tmp_path: Path) -> None
         "syncstate.schedule.steps=0": ["syncstate.schedule.steps=0", "at least 1"],
         "syncstate.schedule.stepz=5": ["syncstate.schedule.stepz", "EveryNSteps"],
     }
-    with ThreadPoolExecutor() as pool:  # at the same time, because most of it is importing
-        results = list(pool.map(lambda override: run(tmp_path, LIGHTNING, override), said))
-    for result, texts in zip(results, said.values(), strict=True):
+    for override, texts in said.items():
+        (result,) = run_script(tmp_path, LIGHTNING, override)
         assert result.returncode == 1
         assert all(text in result.stderr for text in texts), result.stderr
         assert "ProcessRaisedException" not in result.stderr  # no rank was started
@@ -170,8 +170,9 @@ def test_the_accelerate_recipe_learns_on_two_ranks_and_shows_one_progress_bar(tm
 
 
 def test_the_accelerate_recipe_runs_in_one_process(tmp_path: Path) -> None:
-    output = succeeded(run(tmp_path, ACCELERATE, *SHORT[ACCELERATE]))
-    assert len(tables(output)["after the last step: all ranks agree"]) == 1
+    (ended,) = run_script(tmp_path, ACCELERATE, *SHORT[ACCELERATE])
+    assert ended.returncode == 0, ended.stderr
+    assert len(tables(ended.stdout)["after the last step: all ranks agree"]) == 1
     one_directory(tmp_path)
 
 

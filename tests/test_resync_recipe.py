@@ -7,6 +7,7 @@ import matplotlib.image
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra_project import run_in
+from run_script import run_script
 
 from syncstate import Every
 from syncstate.config import build
@@ -49,11 +50,12 @@ def test_what_was_disturbed_is_found_and_repaired_and_drawn(tmp_path: Path) -> N
 
 
 def test_a_majority_of_three_puts_main_right(tmp_path: Path) -> None:
-    output = run(
-        tmp_path, *SHORT[:2], "ranks=3", "syncstate.resync.source=majority",
-        "disturbances=[{step: 6, rank: 0, tensor: 0.bias, how: scale, size: 2}]",
+    main, *others = run_script(
+        tmp_path, RECIPE, *SHORT[:2], "ranks=3", "syncstate.resync.source=majority",
+        "disturbances=[{step: 6, rank: 0, tensor: 0.bias, how: scale, size: 2}]", ranks=3,
     )  # fmt: skip
-    assert found_in(output) == [(10, "0.bias", "0")]
+    assert [ended.returncode for ended in (main, *others)] == [0, 0, 0]
+    assert found_in(main.stdout) == [(10, "0.bias", "0")]
 
 
 @pytest.mark.parametrize("mode", ["check", "repair", "copy", "average"])

@@ -334,7 +334,8 @@ def test_a_rank_that_dies_while_the_backend_connects_is_named(delay: float) -> N
     for told in returned(outcomes):
         if told != "started":
             assert told[0] in ("PeerError", "SyncTimeout")
-            assert "rank 2 did not report" in told[1]
+            # The second where it had connected and died on its way to what comes next.
+            assert "rank 2 did not report" in told[1] or "for rank 2, who did not come" in told[1]
 
 
 @pytest.mark.parametrize("timeout", [1e10, 1e15, 1e300])

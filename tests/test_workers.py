@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import returned, run_ranks
+from ranks import ensure_server, returned, run_ranks
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from syncstate import Every, SharedState, SyncEngine
@@ -129,6 +129,7 @@ def test_a_batch_carries_the_values_of_the_step_at_which_it_is_drawn(
 
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_workers_of_every_kind_get_the_values(context: str) -> None:
+    ensure_server()  # there is one for this process, and ranks need it
     loader: dict[str, Any] = {"multiprocessing_context": context, "num_workers": 1, "prefetch_factor": 1}
     run = Run(size=8, every=1, **loader).train()
     assert [length for _, length in run.read] == lengths(1, 4, 1)
