@@ -21,6 +21,7 @@ from syncstate.wire import store
 from syncstate.wire.channel import Channel
 from syncstate.wire.connecting import connect
 from syncstate.wire.lane import Lane
+from syncstate.wire.meeting import Meeting
 from syncstate.wire.rendezvous import meet
 from syncstate.wire.sockets import Sockets
 
@@ -334,8 +335,40 @@ def test_a_rank_that_dies_while_the_backend_connects_is_named(delay: float) -> N
     for told in returned(outcomes):
         if told != "started":
             assert told[0] in ("PeerError", "SyncTimeout")
-            # The second where it had connected and died on its way to what comes next.
-            assert "rank 2 did not report" in told[1] or "for rank 2, who did not come" in told[1]
+            assert "rank 2 did not report" in told[1]
+
+
+def _killed_while_comparing(rank: int, what: str) -> Any:
+    """Rank 2 dies when it comes to a comparison through the store, which has no connections of its own."""
+    if rank == 2:
+        compare, meeting_class = Meeting.compare, cast(Any, Meeting)
+
+        def killed(meeting: Meeting, about: str, *rest: Any) -> Any:
+            if about.startswith(what):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return compare(meeting, about, *rest)
+
+        meeting_class.compare = killed
+    state = SharedState()
+    state.add("x", lambda ctx: ctx.step, every=EACH)
+    try:
+        with SyncEngine(state, timeout=60.0, verify_values=True) as engine:
+            engine.start()
+            engine.step(1)
+            engine.inspect()
+    except SyncStateError as error:
+        return _told(error)
+    return None
+
+
+@pytest.mark.parametrize("what", ["start: comparing checkpoints", "verify_values", "inspect"])
+def test_a_rank_that_dies_before_a_comparison_is_seen_long_before_the_timeout(what: str) -> None:
+    outcomes = run_ranks(_killed_while_comparing, 4, what, timeout=30.0)
+    assert outcomes.pop(2).status == "died"
+    for told in returned(outcomes):
+        assert told[0] == "PeerError"
+        assert "rank 2 did not report" in told[1]
+        assert what in told[1]
 
 
 @pytest.mark.parametrize("timeout", [1e10, 1e15, 1e300])

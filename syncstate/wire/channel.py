@@ -10,7 +10,7 @@ import torch
 from syncstate.topology import Topology
 from syncstate.wire.connecting import connect
 from syncstate.wire.lane import SLICE, Lane, Operation
-from syncstate.wire.meeting import Meeting, Patience
+from syncstate.wire.meeting import STRIKES, Meeting, Patience
 from syncstate.wire.notes import Note, NoteBoard
 from syncstate.wire.sockets import Sockets
 from syncstate.wire.verdict import Wait, broken, late
@@ -19,7 +19,6 @@ __all__ = ["LOOK_SECONDS", "Channel", "Operation", "Wait"]
 
 LOOK_SECONDS = 1.0  # how often a rank that does not wait looks for news of a failure
 _ENDING_SECONDS = 0.3
-_BROKEN_SLICES = 2  # how often in a row a connection is seen broken before an operation is given up
 
 
 class Channel:
@@ -65,6 +64,7 @@ class Channel:
                 group = connect(self._meeting, self.topology, timeout, name)
             sockets.agree(self._meeting, name)
             self._lanes[name] = Lane(group, sockets)
+        self._meeting.ended = self._ended
 
     @property
     def lost(self) -> str | None:
@@ -162,8 +162,8 @@ class Channel:
             # The backend never ends an operation that has half a message of a rank that died. Ranks that have left in
             # good order, with all that this one waits for, end one connection each.
             ended = lane.sockets.ended()
-            strikes = strikes + 1 if ended and ended > _left_after(wait.step, board) else 0
-            if strikes >= _BROKEN_SLICES:
+            strikes = strikes + 1 if ended and ended > board.left_after(wait.step) else 0
+            if strikes >= STRIKES:
                 raise broken(wait, board, self.topology, RuntimeError("connection closed")).error()
         lane.forget(operation)
 
@@ -209,7 +209,7 @@ class Channel:
             if leaving and board.lost is not None and not self._silent():
                 return
             # A rank that left in good order has acknowledged before, so the count is looked at once more.
-            if board.lost is not None or (self._broken() and board.acknowledge(0) < wanted):
+            if board.lost is not None or (self._ended() and board.acknowledge(0) < wanted):
                 raise broken(wait, board, self.topology, RuntimeError(board.lost or "connection closed")).error()
             if not patience.pause():
                 raise late(wait, board, self.topology).error()
@@ -218,8 +218,9 @@ class Channel:
         """Whether the store is still there and does not answer."""
         return self._meeting is not None and self._meeting.store.lost is not None
 
-    def _broken(self) -> bool:
-        return any(lane.sockets.ended() for lane in self._lanes.values())
+    def _ended(self) -> int:
+        """How many ranks have ended their connections to this one."""
+        return max((lane.sockets.ended() for lane in self._lanes.values()), default=0)
 
     def listen(self, step: int) -> None:
         """Hear of failures on other ranks. One short question to the store.
@@ -272,6 +273,7 @@ class Channel:
             del self._lanes[name]
         _open.discard(self)
         if self._meeting is not None:
+            self._meeting.ended = None
             self._meeting.depart()
             self._meeting = None
 
@@ -280,11 +282,6 @@ class Channel:
         end = time.monotonic() + seconds
         while self.busy and time.monotonic() < end:
             time.sleep(0.005)
-
-
-def _left_after(step: int, board: NoteBoard) -> int:
-    """How many ranks have left in good order that have had all they need at this step."""
-    return sum(last >= step for last in board.leavers().values())
 
 
 _open: "weakref.WeakSet[Channel]" = weakref.WeakSet()

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -10,9 +11,11 @@ from syncstate.errors import PeerError, SyncStateError
 from syncstate.topology import Topology
 from syncstate.wire.notes import Note, NoteBoard, describe_error
 from syncstate.wire.store import Store, StoreLost, gone
+from syncstate.wire.verdict import Wait, broken
 
-__all__ = ["HOST", "Groups", "Meeting", "Patience", "store_lost"]
+__all__ = ["HOST", "STRIKES", "Groups", "Meeting", "Patience", "store_lost"]
 
+STRIKES = 2  # how often in a row a connection is seen to have ended before what needs it is given up
 HOST = 0  # the rank that reads what the others leave; not the main process, on which the ranks may not agree yet
 
 Groups = dict[str, tuple[list[int], str]]
@@ -64,6 +67,8 @@ class Meeting:
         self.store = store
         self.backend = backend
         self.board = NoteBoard(store, topology.rank, topology.world_size)
+        # Set by the channel that connects the ranks: how many have ended their connections to this one.
+        self.ended: Callable[[], int] | None = None
         self._timeout = timeout
         self._round = 0
 
@@ -128,10 +133,15 @@ class Meeting:
     def _await(self, keys: list[str], what: str, step: int) -> None:
         """Wait for keys, or for news of a failure."""
         # The host gives up first and names the missing ranks; the others wait a little longer, to hear it.
-        patience = Patience(self._timeout + (0.0 if self.topology.rank == HOST else 3.0))
+        patience, strikes = Patience(self._timeout + (0.0 if self.topology.rank == HOST else 3.0)), 0
+        wait = Wait(what.removesuffix(f" at step {step}"), step, self._timeout, time.monotonic())
         while not self.store.check(keys):
             if self.board.alarmed():
                 raise self.board.hear(step).error()
+            ended = 0 if self.ended is None else self.ended()
+            strikes = strikes + 1 if ended and ended > self.board.left_after(step) else 0
+            if strikes >= STRIKES:
+                raise broken(wait, self.board, self.topology, RuntimeError("connection closed")).error()
             if not patience.pause():
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 who = ", ".join(map(str, missing)) if self.topology.rank == HOST else str(HOST)

@@ -194,6 +194,10 @@ class NoteBoard:
         """Ranks that have signed off, and their last step."""
         return self._steps("left")
 
+    def left_after(self, step: int) -> int:
+        """How many ranks have signed off that have had all they need at this step."""
+        return sum(last >= step for last in self.leavers().values())
+
     def _write(self, what: str, step: int) -> None:
         try:
             self._store.set(f"{what}/{self._rank}", str(step))
