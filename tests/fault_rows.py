@@ -125,7 +125,7 @@ ROWS = (
         in_async={
             "others": "SyncTimeout",
             "culprit": ("SyncTimeout",),
-            "says": ("'x'", "1.5 s", "rank {who} at step 1"),
+            "says": ("'x'", "1.5 s", "rank {who} at step 1", "the same calls of the engine"),
         },
     ),
 )

@@ -79,14 +79,13 @@ def late(wait: Wait, board: NoteBoard, topology: Topology, *, computes: bool = T
     seen, silent = board.roll_call(wait.step)
     rank, main = topology.rank, topology.main
     who = _who(board, silent, _left(wait, board, silent))
+    advice = "If this is expected, give the value or the engine a larger timeout"
     if not who:
         who = "all ranks answer: " + ", ".join(f"rank {r} at step {step}" for r, step in sorted(seen.items()))
+        advice = f"Every rank must make the same calls of the engine, in the same order. {advice}"
     if computes and main in silent and board.lost is None:
         who += f"; rank {main} is the main process and computes before it sends"
-    text = (
-        f"{wait}: rank {rank} waited {wait.timeout:g} s; {who}. If this is expected, give the value or the "
-        "engine a larger timeout"
-    )
+    text = f"{wait}: rank {rank} waited {wait.timeout:g} s; {who}. {advice}"
     return board.post(Note("timeout", rank, wait.step, text))
 
 
