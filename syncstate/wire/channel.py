@@ -171,12 +171,16 @@ class Channel:
         """Wait for the operation for a slice of time: the backend's own wait hides signals and the notes of others."""
         try:
             operation.work.wait(SLICE)
-        except RuntimeError as error:
+        except RuntimeError:
             # A slice that is over leaves the operation running; anything else has ended it.
             if not operation.work.is_completed():
                 return False
-            if not operation.work.is_success():
-                raise broken(wait, board, self.topology, error).error() from error
+        else:
+            return True
+        try:
+            operation.work.wait(SLICE)  # it may have ended well just after the slice
+        except RuntimeError as error:
+            raise broken(wait, board, self.topology, error).error() from error
         return True
 
     def acknowledge(self) -> None:

@@ -170,6 +170,3 @@ class _Message:
 
     def is_completed(self) -> bool:
         return not self._thread.is_alive()
-
-    def is_success(self) -> bool:
-        return not self._thread.is_alive() and self._error is None
