@@ -11,7 +11,7 @@ from ranks import returned, run_ranks
 from torch import nn
 
 from syncstate import Every, ParameterResync, SharedState, SyncEngine
-from syncstate.errors import DriftError, MismatchError, PeerError
+from syncstate.errors import ComputeError, DriftError, MismatchError, PeerError
 from syncstate.resync import TensorDrift
 
 PATIENCE = 300.0
@@ -38,6 +38,26 @@ def runs_in_an_engine(rank: int, host_model: bool) -> Any:
             engine.step(step)
     told = [one if isinstance(one, int) else (one.step, one.drifted) for one in found]
     return told, net.weight.tolist(), net.bias.tolist()
+
+
+def runs_inside_a_source(rank: int) -> Any:
+    resync = ParameterResync({"x": torch.full((3,), 0.0 if rank == 0 else 2.0)}, every=Every(steps=100, start=50))
+    state = SharedState()
+    state.add("x", lambda ctx: resync.run(ctx.step).drifted if ctx.step == 1 else ctx.step, every=Every(steps=1))
+    with SyncEngine(state, resync=resync, timeout=60.0) as engine:
+        engine.start()
+        with pytest.raises(ComputeError) as caught:
+            engine.step(1)
+        report = resync.run(1)  # all ranks, outside
+        engine.step(2)
+        return state["x"], str(caught.value), report.drifted
+
+
+def test_a_resync_inside_a_source_is_an_error_at_once_and_outside_it_runs() -> None:
+    for value, text, drifted in returned(run_ranks(runs_inside_a_source, 2, timeout=30.0)):
+        assert value == 2
+        assert "resync.run: called from inside a source or apply; a sync is running already" in text
+        assert drifted == [TensorDrift("x", (1,), 2.0)]
 
 
 @pytest.mark.parametrize("host_model", [False, True], ids=["a module", "the host's model"])

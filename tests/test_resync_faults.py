@@ -39,7 +39,7 @@ def group_works() -> bool:
 def dies_in_a_transfer(rank: int, mode: str, who: int) -> Any:
     tensors = {f"x{i}": torch.full((50_000,), float(rank)) for i in range(20)}
 
-    def die(name: str, view: Tensor, came: Tensor) -> None:
+    def die(name: str, view: Tensor, came: Tensor, rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == who:
@@ -130,6 +130,69 @@ def test_a_rank_that_fails_before_it_starts_is_heard() -> None:
         ("PeerError", f"start: rank 1 failed before it had started: ConfigError: {cause}"),
         ("ConfigError", cause),
     ]
+
+
+def frees_its_memory(rank: int, mode: str) -> Any:
+    module = {"a": torch.zeros(3), "b": torch.zeros(40)}
+    resync = ParameterResync(module, every=EACH, mode=mode, timeout=60)
+    resync.run(0)
+    if rank == 1:
+        module["b"].untyped_storage().resize_(0)
+    return told(lambda: resync.run(1))
+
+
+@pytest.mark.parametrize("mode", ["check", "copy", "average"])
+def test_a_tensor_whose_memory_was_freed_is_an_error_on_all_ranks_and_no_crash(mode: str) -> None:
+    cause = (
+        "resync: 'b' is a tensor whose memory was freed, or that never had any; resync while it is there, or leave it "
+        "out with exclude"
+    )
+    first, second = returned(run_ranks(frees_its_memory, 2, mode))
+    assert second == ("ConfigError", cause)
+    assert first == ("PeerError", f"rank 1 failed in the resync at step 1: ConfigError: {cause}")
+
+
+def expands_on_one_rank(rank: int) -> Any:
+    rows = torch.tensor([0.0, 0.0, 0.0]) if rank == 1 else torch.tensor([1.0, 2.0, 3.0])
+    module = {"x": rows[:1].expand(3) if rank == 1 else rows}
+    resync = ParameterResync(module, every=EACH, mode="average", timeout=PATIENCE)
+    return told(lambda: [resync.run(0), resync.run(1)])
+
+
+def test_a_mean_that_an_expanded_tensor_cannot_hold_is_an_error_that_names_it() -> None:
+    first, second = returned(run_ranks(expands_on_one_rank, 2))
+    assert second[0] == "MismatchError"
+    assert second[1].startswith("resync: 'x' is an expanded tensor on rank 1, whose elements share their memory")
+    assert first == second
+
+
+def declines_often(rank: int, times: int, retries: bool) -> Any:
+    """Rank 1 fails some times by itself before rank 0 comes; then all go on together."""
+    good = {"x": torch.zeros(3)}
+    found: list[Any] = []
+    if rank == 1:
+        bad = {"x": torch.zeros(3).to_sparse()}
+        found = [told(lambda: ParameterResync(bad, every=EACH, timeout=60).run(0))[0] for _ in range(times)]
+    dist.barrier()
+    if retries and rank == 0:
+        found = [told(lambda: ParameterResync(good, every=EACH, timeout=60).run(0)) for _ in range(times)]
+    dist.barrier()
+    for step in range(2):
+        with ParameterResync(good, every=EACH, timeout=60) as resync:
+            found.append(resync.run(step).drifted)
+    return found
+
+
+@pytest.mark.parametrize("retries", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_that_failed_alone_several_times_is_heard_as_often_and_forgotten_afterwards(retries: bool) -> None:
+    first, second = returned(run_ranks(declines_often, 2, 3, retries, timeout=30.0))
+    assert second == ["ConfigError"] * 3 + [[], []]
+    *failed, once, again = first
+    assert (once, again, len(failed)) == ([], [], 3 * retries)
+    for kind, text in failed:
+        assert kind == "PeerError"
+        assert text.startswith("start: rank 1 failed before it had started: ConfigError: resync: 'x' is a tensor of")
 
 
 def callback_fails(rank: int) -> Any:

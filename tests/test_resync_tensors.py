@@ -138,6 +138,11 @@ def test_a_mapping_goes_by_its_keys_in_any_order() -> None:
         names({5: b})
 
 
+def freed(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def test_what_was_seen_holds_until_a_tensor_is_replaced_moved_or_resized() -> None:
     module = Whole()
     survey = Survey(("parameters", "buffers"), (), (0,))
@@ -158,6 +163,16 @@ def test_what_was_seen_holds_until_a_tensor_is_replaced_moved_or_resized() -> No
         assert seen is not first
         assert survey.look(module) is seen
         first = seen
+    kept = module.frozen.untyped_storage().nbytes()
+    freed(module.frozen)
+    with pytest.raises(ConfigError, match=r"^resync: 'frozen' is a tensor whose memory was freed"):
+        survey.look(module)
+    module.frozen.untyped_storage().resize_(kept)
+    flipped = {"z": torch.ones(2, dtype=torch.complex64)}
+    survey.look(flipped)
+    flipped["z"].data = flipped["z"].data.conj()
+    with pytest.raises(ConfigError, match=r"^resync: 'z' is a lazily conjugated view"):
+        survey.look(flipped)
     found = {item.name: item.about for item in first.items}
     assert found["frozen"] == "float64 [2] cpu"
     assert found["hidden"] == "float64 [1] cpu"
@@ -169,7 +184,10 @@ def test_what_was_seen_holds_until_a_tensor_is_replaced_moved_or_resized() -> No
     [
         (lambda: torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "layout torch.strided, nested"),
         (lambda: torch.ones(2, dtype=torch.complex64).conj(), "lazily conjugated"),
+        (lambda: freed(torch.ones(2)), "whose memory was freed"),
+        (lambda: torch._efficientzerotensor((2,)), "or that never had any"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -349,12 +367,22 @@ def test_a_large_tensor_fills_buckets_to_the_brim() -> None:
         ([1 + 1j], [4 + 5j], torch.complex64, 5.0),
         ([1 + 1j, 2], [1 + 1j, 2 + 1j], torch.complex128, 1.0),
         ([1.5], [1.0], torch.float8_e5m2, 0.5),
+        ([2**53, 7], [2**53 + 1, 7], torch.int64, 1.0),
+        ([-(2**63)], [2**63 - 1], torch.int64, 2.0**64),
+        ([2**64 - 2, 0], [2**64 - 1, 0], torch.uint64, 1.0),
+        ([0], [2**64 - 1], torch.uint64, 2.0**64),
     ],
 )
 def test_the_largest_difference_of_numbers(a: Any, b: Any, dtype: torch.dtype, largest: float) -> None:
     mine, other = torch.tensor(a, dtype=dtype), torch.tensor(b, dtype=dtype)
     assert difference(whole(mine), whole(other), dtype) == largest
     assert difference(whole(mine), whole(mine.clone()), dtype) == EQUAL
+
+
+def test_what_torch_cannot_convert_to_numbers_differs_by_infinity() -> None:
+    mine, other = (torch.tensor(bits, dtype=torch.uint8).view(torch.float4_e2m1fn_x2) for bits in ([1, 2], [1, 3]))
+    assert difference(whole(mine), whole(other), mine.dtype) == math.inf
+    assert difference(whole(mine), whole(mine), mine.dtype) == EQUAL
 
 
 def test_a_difference_is_found_wherever_it_is() -> None:

@@ -1,7 +1,7 @@
 """Parameter resyncs inside an engine: due by a schedule like values, run after them."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Chore:
         """
         begun = time.monotonic()
         self.resync.host_model = place["model"]
-        report = self.resync.run(place["step"])
+        report = self.resync.serve(place["step"])
         if self.rhythm is not None:
             interval = self.rhythm.decide(place["step"], begun) if opened.topology.is_main else 0
             told = torch.tensor([interval], dtype=torch.int64, device="cpu")
@@ -53,8 +53,15 @@ class Chore:
         return report
 
 
-def bind_all(resyncs: Sequence[Resync], opened: Opened, group: Any) -> list[Chore]:
-    """Let resyncs run inside an engine."""
+def bind_all(resyncs: Sequence[Resync], opened: Opened, group: Any, part: Callable[[str, int], Any]) -> list[Chore]:
+    """Let resyncs run inside an engine.
+
+    Args:
+        resyncs: Which.
+        opened: What the engine talks through.
+        group: The engine's, as users give it.
+        part: Makes a user's call a part of the engine's run.
+    """
     bulk = group if isinstance(group, dist.ProcessGroup) else None
     if bulk is None and hasattr(group, "mesh_dim_names"):
         bulk = group.get_group()
@@ -62,7 +69,7 @@ def bind_all(resyncs: Sequence[Resync], opened: Opened, group: Any) -> list[Chor
         bulk = dist.group.WORLD
     try:
         for resync in resyncs:
-            resync.bind(opened.topology, opened.channels[0], opened.meeting, opened.timeout, group=bulk, model=None)
+            resync.bind(opened.topology, opened.channels[0], opened.meeting, opened.timeout, part, group=bulk)
     except BaseException as error:
         tell(opened, error, 0)
         opened.close(abrupt=True)

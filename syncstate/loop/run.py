@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from syncstate.errors import ConfigError, PeerError, SyncStateError
@@ -75,7 +76,8 @@ class Run:
             raise
         try:
             self._opened = open_sides(state, self.plan, self.topology, options)
-            chores = bind_all(options.resync, self._opened, options.group)
+            part = partial(_Part, self)
+            chores = bind_all(options.resync, self._opened, options.group, part)
         except BaseException:
             state._release(self)
             raise

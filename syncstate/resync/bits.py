@@ -13,6 +13,8 @@ from torch import Tensor
 __all__ = ["EQUAL", "aligned", "difference", "parts", "spread", "whole"]
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LONG = (torch.int64, torch.uint64)
+_LOWEST = -(1 << 63)
 _ALIGNMENT = 8  # bytes
 _CHUNK = 1 << 15  # elements; what is subtracted at a time stays in the cache
 EQUAL = -1.0  # the difference of what does not differ in any bit
@@ -113,7 +115,21 @@ def _largest(mine: Tensor, other: Tensor, dtype: torch.dtype) -> float:
         lowest, highest = (bound.item() for bound in torch.aminmax(apart))
         if math.isfinite(lowest) and math.isfinite(highest):
             return float(max(-lowest, highest))
-    return _exact(_numbers(mine, dtype), _numbers(other, dtype))
+    if dtype in _LONG:
+        return _exact_long(mine, other, signed=dtype is torch.int64)
+    try:
+        return _exact(_numbers(mine, dtype), _numbers(other, dtype))
+    except NotImplementedError:  # a type that torch cannot convert, such as float4
+        return math.inf
+
+
+def _exact_long(a: Tensor, b: Tensor, *, signed: bool) -> float:
+    """The largest difference of 64-bit whole numbers, of which float64 cannot tell all apart."""
+    if not signed:  # in this order as numbers with a sign
+        a, b = a ^ _LOWEST, b ^ _LOWEST
+    # What wraps around is right without a sign; moved down by half the range, it is in order with one.
+    apart = (torch.maximum(a, b) - torch.minimum(a, b)) ^ _LOWEST
+    return float(int(apart.max().item()) - _LOWEST)
 
 
 def _room(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -138,14 +138,14 @@ def broadcast(
         flying.popleft()()
 
 
-def reduce(line: Line, buckets: Sequence[Bucket], pool: Pool, take: Callable[[Tensor, Tensor], None]) -> None:
+def reduce(line: Line, buckets: Sequence[Bucket], pool: Pool, take: Callable[[int, Tensor, Tensor], None]) -> None:
     """Sum buckets over all ranks, and hand over the sums. Collective.
 
     Args:
         line: How they travel.
         buckets: What.
         pool: Memory.
-        take: Gets the view of a part of a tensor, and the sum for it, which it may change.
+        take: Gets the number of a tensor, the view of a part of it, and the sum for it, which it may change.
     """
     flying: deque[Callable[[], None]] = deque()
     for number, bucket in enumerate(buckets):
@@ -158,7 +158,7 @@ def reduce(line: Line, buckets: Sequence[Bucket], pool: Pool, take: Callable[[Te
         def arrive(operation: object = operation, buffer: Tensor = buffer, bucket: Bucket = bucket) -> None:
             line.finish(operation)
             for piece in bucket.pieces:
-                take(piece.view, inside(buffer, piece))
+                take(piece.key, piece.view, inside(buffer, piece))
 
         flying.append(arrive)
     while flying:

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from syncstate.errors import ConfigError
+from syncstate.errors import ConfigError, DriftError
 from syncstate.resync.modes import MODES, SOURCES
 from syncstate.resync.optimizer import check_optimizers
+from syncstate.resync.report import DriftReport
 from syncstate.resync.tensors import check_exclude, check_include
 from syncstate.schedule import At, Every, Once, Schedule, whole
 
@@ -44,6 +45,18 @@ class Choice:
             "bucket_bytes": self.bucket_bytes,
             "on_drift": self.on_drift if isinstance(self.on_drift, str) else "callable",
         }
+
+    def heeds(self, report: DriftReport) -> bool:
+        """Do with drift what the user chose; whether it is to be logged.
+
+        Raises:
+            DriftError: `on_drift` is `"raise"`.
+        """
+        if self.on_drift == "raise":
+            raise DriftError(str(report), report)
+        if callable(self.on_drift):
+            self.on_drift(report)
+        return not callable(self.on_drift)
 
     def check_world(self, world_size: int) -> None:
         """Raise where a group of this size cannot do what was chosen."""

@@ -108,24 +108,38 @@ def tensor_item(name: str, tensor: Tensor) -> Item:
     Raises:
         ConfigError: A tensor without bits that could be compared, such as a sparse one.
     """
-    about = describe(tensor)
     if tensor.is_meta or _is_lazy(tensor):
-        return Item(name, about)
+        return Item(name, describe(tensor))
     local = tensor.detach()
     if local.layout is not torch.strided or local.is_quantized or local.is_nested:
         raise ConfigError(
-            f"resync: {name!r} is a tensor of layout {local.layout}{', quantized' if local.is_quantized else ''}, "
-            "whose bits cannot be compared; leave it out with exclude"
+            f"resync: {name!r} is a tensor of layout {local.layout}{', quantized' if local.is_quantized else ''}"
+            f"{', nested' if local.is_nested else ''}, whose bits cannot be compared; leave it out with exclude"
         )
     if local.is_conj() or local.is_neg():
         raise ConfigError(
             f"resync: {name!r} is a lazily conjugated view, which cannot be written to in place; store "
             "tensor.resolve_conj().resolve_neg() instead, or leave it out with exclude"
         )
+    if not _has_memory(local):
+        raise ConfigError(
+            f"resync: {name!r} is a tensor whose memory was freed, or that never had any; resync while it is there, or "
+            "leave it out with exclude"
+        )
     size = local.numel() * local.element_size()
     dense = local.is_cpu and local.is_contiguous()
     end = int(local.storage_offset()) * local.element_size() + size if dense else 0
-    return Item(name, about, tensor=local, size=size, end=end)
+    return Item(name, describe(tensor), tensor=local, size=size, end=end)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether all elements lie in its storage; touching those that do not would end the process."""
+    if tensor.numel() == 0:
+        return True
+    last = tensor.storage_offset() + sum(
+        (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() >= (last + 1) * tensor.element_size()
 
 
 def value_item(name: str, value: Any, slot: Slot) -> Item:

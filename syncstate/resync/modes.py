@@ -179,14 +179,14 @@ class Talk:
         for kind, wide in sorted(means, key=str):
             device = devices[kind] if self.line.carries(devices[kind]) else _CPU
             buckets += fill(means[kind, wide], self.bucket_bytes, device, wide)
-        reduce(self.line, buckets, self.pool, self._take_mean)
+        reduce(self.line, buckets, self.pool, lambda *came: self._take_mean(found.items, *came))
 
-    def _take_mean(self, view: Tensor, total: Tensor) -> None:
+    def _take_mean(self, items: Sequence[Item], number: int, view: Tensor, total: Tensor) -> None:
         count = self.line.topology.world_size
         if view.dtype == total.dtype and view.device == total.device and view.is_contiguous():
             torch.div(total, count, out=view)
         else:
-            write("a tensor", view, total.div_(count).to(view.device, view.dtype))
+            write(items[number].name, view, total.div_(count).to(view.device, view.dtype), self.line.topology.rank)
 
 
 def _bitmap(column: Sequence[float]) -> bytes:

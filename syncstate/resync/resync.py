@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -49,7 +50,8 @@ class ParameterResync:
             measures them.
         mode: `"check"` reports. `"repair"` copies what differs from the source. `"copy"` sends everything from main,
             in buckets, without comparing first. `"average"` puts the mean over ranks into every floating-point
-            tensor (accumulated in float32 at least) and main's into the others, as local SGD does.
+            tensor (accumulated in float32 at least, so that an equal one can move by its last bit) and main's into the
+            others, as local SGD does.
         source: Who is right, for check and repair: `"main"`, or `"majority"`: for each tensor what most ranks hold, so
             that main can be the odd one out. Needs three ranks. Where no side is the largest, main's counts.
         include: `"parameters"`, `"buffers"` or both.
@@ -100,6 +102,7 @@ class ParameterResync:
         self._tried = self._told = False
         self._connection: Connection | None = None
         self._session: Session | None = None  # the engine's
+        self._part: Callable[[str, int], AbstractContextManager[object]] | None = None
         self.host_model: Any = None
         self._on_device = False  # for tests: the path of accelerators, on the CPU
 
@@ -124,8 +127,9 @@ class ParameterResync:
             PeerError: Another rank failed, left or died.
         """
         step = whole("resync", "step", step, 0)
-        if self._session is not None:
-            return self._conclude(self._session.run(self._model(), self._choice, step))
+        if self._part is not None:
+            with self._part("resync.run", step):
+                return self.serve(step)
         connection = self._open()
         try:
             report = connection.session.run(self._model(), self._choice, step)
@@ -140,6 +144,11 @@ class ParameterResync:
         except BaseException as error:
             connection.end(error, step)
             raise
+
+    def serve(self, step: int) -> DriftReport:
+        """What `run` does, for the engine that it is bound to."""
+        session = self._session or self._open().session
+        return self._conclude(session.run(self._model(), self._choice, step))
 
     def step(self, step: int, epoch: int | None = None) -> DriftReport | None:
         """Tell where training is; runs when it is due. Every rank calls it at the same steps.
@@ -190,17 +199,17 @@ class ParameterResync:
         channel: Channel,
         meeting: Meeting | None,
         timeout: float,
+        part: Callable[[str, int], AbstractContextManager[object]],
         *,
         group: Any = None,
-        model: Any = None,
     ) -> None:
         """Run inside an engine from now on; for engines, which call `run` where it is due.
 
         Args:
             topology, channel, meeting: The engine's. The channel stays open until `unbind`.
             timeout: Seconds that each wait may take.
+            part: Makes a user's call at a step a part of the engine's run, which refuses one from inside a source.
             group: The process group over which bulk that lies on an accelerator travels; None takes it over the CPU.
-            model: The host's model, which is looked at where no module was given. `host_model` can be set later.
 
         Raises:
             ConfigError: It is connected on its own, or the group is too small for a majority.
@@ -208,7 +217,7 @@ class ParameterResync:
         if self._connection is not None:
             raise ConfigError("resync: it has run on its own already; close it before an engine takes it over")
         self._choice.check_world(topology.world_size)
-        self.host_model = model
+        self._part = part
         self._session = Session(topology, channel, meeting, timeout, group, on_device=self._on_device)
 
     def tell(self, note: Note) -> None:
@@ -222,7 +231,7 @@ class ParameterResync:
         Args:
             abrupt: The engine ends because of a failure, with operations in flight.
         """
-        session, self._session = self._session, None
+        session, self._session, self._part = self._session, None, None
         if session is not None:
             session.close(abrupt=abrupt, step=max(self._seen[0], 0))
         self.host_model = None
@@ -282,19 +291,10 @@ class ParameterResync:
             self._told = True
             if self._is_main():
                 _log.warning("%s", report)
-        if not report:
-            return report
-        on_drift = self._choice.on_drift
-        if callable(on_drift):
-            on_drift(report)
-        elif on_drift == "raise":
-            raise DriftError(str(report), report)
-        elif self._is_main():
+        if report and self._choice.heeds(report) and self._is_main():
             _log.warning("%s", report)
         return report
 
     def _is_main(self) -> bool:
-        session = self._session
-        if session is None and self._connection is not None:
-            session = self._connection.session
+        session = self._session or (None if self._connection is None else self._connection.session)
         return session is None or session.topology.is_main

@@ -127,17 +127,17 @@ class Transfer:
             return
         self.apart[number] = max(self.apart[number], apart)
         if self._writes:
-            write(item.name, view, came)
+            write(item.name, view, came, self._line.topology.rank)
 
 
-def write(name: str, view: Tensor, came: Tensor) -> None:
+def write(name: str, view: Tensor, came: Tensor, rank: int) -> None:
     """Copy into a view in place, also where several of its elements share a place in memory."""
     target, source = writable(view, came)
     target.copy_(source)
     if target is not view and not torch.equal(view, came):
         raise MismatchError(
-            f"resync: {name!r} is an expanded tensor here, whose elements share their memory, and the source's are not "
-            "all equal; store a tensor with memory of its own"
+            f"resync: {name!r} is an expanded tensor on rank {rank}, whose elements share their memory, and what comes "
+            "for them is not all equal; store a tensor with memory of its own"
         )
 
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from syncstate.errors import ConfigError
 
-__all__ = ["Found", "signs", "unwrap", "walk"]
+__all__ = ["PLAIN", "Found", "signs", "unwrap", "walk"]
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class Found(NamedTuple):
@@ -84,11 +84,12 @@ def _entry(name: Any, tensor: Any) -> Found:
 
 
 def signs(found: Sequence[Found]) -> list[Any] | None:
-    """What changes when a tensor is replaced, moved or resized; None where that cannot be told."""
+    """What changes when a tensor is replaced, moved, resized or freed; None where that cannot be told."""
     seen: list[Any] = []
     for one in found:
         tensor = one.tensor
-        if type(tensor) not in _PLAIN or tensor.is_meta or tensor.layout is not torch.strided:
+        if type(tensor) not in PLAIN or tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
             return None
-        seen.append((one.name, id(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype))
+        memory = tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.is_conj(), tensor.is_neg()
+        seen.append((one.name, one.kind, id(tensor), memory, tensor.shape, tensor.stride(), tensor.dtype))
     return seen

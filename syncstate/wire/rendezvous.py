@@ -62,12 +62,19 @@ def _base(topology: Topology, timeout: float) -> Store:
 
 
 def _check_declined(store: Store, topology: Topology) -> None:
-    """Raise if a rank has declined this attempt; what it said in an earlier one no longer counts."""
+    """Raise if a rank has declined this attempt or a later one; what it said in an earlier one no longer counts."""
     told = store.compare_set("declined", _NO_TOKEN, _NO_TOKEN).decode()
     if told != _NO_TOKEN:
         declined = json.loads(told)
-        if declined["attempt"] == _attempts[topology.global_ranks] and declined["rank"] != topology.rank:
+        if declined["attempt"] >= _attempts[topology.global_ranks] and declined["rank"] != topology.rank:
             raise PeerError(f"start: rank {declined['rank']} failed before it had started: {declined['text']}")
+
+
+def _come_back(store: Store, topology: Topology) -> None:
+    """Take back what this rank has declined before: it comes now."""
+    told = store.compare_set("declined", _NO_TOKEN, _NO_TOKEN).decode()
+    if told != _NO_TOKEN and json.loads(told)["rank"] == topology.rank:
+        store.compare_set("declined", told, _NO_TOKEN)
 
 
 def meet(topology: Topology, timeout: float) -> Meeting:
@@ -90,6 +97,7 @@ def meet(topology: Topology, timeout: float) -> Meeting:
     except StoreLost as error:
         raise store_lost("start", topology.rank, error) from error
     try:
+        _come_back(base, topology)
         place, missing = _gather(base, topology, timeout) if topology.rank == HOST else _join(base, topology, timeout)
         if missing:
             ranks = ("ranks " if len(missing) > 1 else "rank ") + ", ".join(map(str, missing))
@@ -118,8 +126,10 @@ def _join(store: Store, topology: Topology, timeout: float) -> tuple[str, list[i
     finally:
         store.delete_key(f"want/{topology.rank}")
         store.delete_key(f"go/{token}")
-    store.set(f"{place}/here/{topology.rank}", token)
-    return place, json.loads(_wait(store, f"{place}/missing", topology, timeout))
+    store.set(f"{place}/here/{topology.rank}", str(_attempts[topology.global_ranks]))
+    missing, attempt = json.loads(_wait(store, f"{place}/missing", topology, timeout))
+    _attempts[topology.global_ranks] = attempt
+    return place, missing
 
 
 def _gather(store: Store, topology: Topology, timeout: float) -> tuple[str, list[int]]:
@@ -132,6 +142,9 @@ def _gather(store: Store, topology: Topology, timeout: float) -> tuple[str, list
         for rank in sorted(absent):
             if store.check([f"{place}/here/{rank}"]):
                 absent.discard(rank)
+                # Those that had failed alone have counted further; from here on all count alike.
+                attempt = int(store.get(f"{place}/here/{rank}"))
+                _attempts[topology.global_ranks] = max(_attempts[topology.global_ranks], attempt)
             else:
                 # Not check and get: the rank may take its token back in between, and then a get waits for ever.
                 token = store.compare_set(f"want/{rank}", _NO_TOKEN, _NO_TOKEN).decode()
@@ -141,7 +154,7 @@ def _gather(store: Store, topology: Topology, timeout: float) -> tuple[str, list
         if absent:
             _check_declined(store, topology)
             time.sleep(_POLL_SECONDS)
-    store.set(f"{place}/missing", json.dumps(sorted(absent)))
+    store.set(f"{place}/missing", json.dumps([sorted(absent), _attempts[topology.global_ranks]]))
     return place, sorted(absent)
 
 
