@@ -75,8 +75,7 @@ class _Panel:
 
     def draw(self, axes: Axes, colors: dict[int, str], *, head: bool) -> None:
         """Draw the panel; `head` asks for the titles of the columns beside it."""
-        measured = "; ".join(dict.fromkeys(ROWS[row].measured for row in self.heads))
-        axes.set(ylim=(self.lines - 0.4, -0.6), xlabel=f"{_LABELS[self.unit]}: {measured}")
+        axes.set(ylim=(self.lines - 0.4, -0.6), xlabel=_LABELS[self.unit])
         axes.set_yticks(list(self.places.values()), [contender for _, contender in self.places])
         axes.tick_params(axis="y", length=0)
         ours = {(figure.row, figure.contender) for figure in self.figures if figure.target is not None}
@@ -84,8 +83,10 @@ class _Panel:
             label.set_fontweight("bold" if place in ours else "normal")
         axes.spines[["top", "right", "left"]].set_visible(False)
         for row, line in self.heads.items():
-            axes.text(-0.005, line, ROWS[row].title, transform=axes.get_yaxis_transform(),
+            across = axes.get_yaxis_transform()
+            axes.text(-0.005, line, ROWS[row].title, transform=across,
                       ha="right", va="center", fontsize=11, color="0.35", style="italic")  # fmt: skip
+            axes.text(0.01, line, ROWS[row].measured, transform=across, va="center", fontsize=9, color="0.45")
         for line in self.places.values():
             axes.axhspan(line - 0.42, line + 0.42, color="0.96", zorder=0)
         self._scale(axes)
