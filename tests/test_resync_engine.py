@@ -1,5 +1,6 @@
 """Resyncs inside an engine: after the values of a step, over its channel, by its main process's clock."""
 
+import gc
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ from ranks import returned, run_ranks
 from torch import nn
 
 from syncstate import Every, ParameterResync, SharedState, SyncEngine
-from syncstate.errors import ComputeError, DriftError, MismatchError, PeerError
+from syncstate.errors import ComputeError, ConfigError, DriftError, MismatchError, PeerError
 from syncstate.resync import TensorDrift
 
 PATIENCE = 300.0
@@ -38,6 +39,21 @@ def runs_in_an_engine(rank: int, host_model: bool) -> Any:
             engine.step(step)
     told = [one if isinstance(one, int) else (one.step, one.drifted) for one in found]
     return told, net.weight.tolist(), net.bias.tolist()
+
+
+def test_an_engine_that_nobody_closed_gives_its_state_and_its_resync_back() -> None:
+    resync = ParameterResync({"x": torch.zeros(3)}, every=Every(steps=1))
+    state = SharedState()
+    state.add("x", lambda ctx: ctx.step, every=Every(steps=1))
+    dropped: Any = SyncEngine(state, resync=resync, group="single")
+    dropped.start()
+    dropped = None
+    gc.collect()
+    with pytest.raises(ConfigError, match=r"^resync\.run: the engine that the resync was given to is gone"):
+        resync.run(0)
+    with SyncEngine(state, resync=resync, group="single") as engine:
+        engine.start(step=4)
+        assert (state["x"], resync.run(4).drifted) == (4, [])
 
 
 def runs_inside_a_source(rank: int) -> Any:

@@ -3,7 +3,8 @@
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -76,7 +77,7 @@ class Run:
             raise
         try:
             self._opened = open_sides(state, self.plan, self.topology, options)
-            part = partial(_Part, self)
+            part = partial(_part_of, weakref.ref(self))  # a resync must not keep alive a run that nobody closed
             chores = bind_all(options.resync, self._opened, options.group, part)
         except BaseException:
             state._release(self)
@@ -284,3 +285,11 @@ class _Part:
         self._run.busy = False
         if error is not None:
             self._run.end(error, self._step)
+
+
+def _part_of(run: Callable[[], Run | None], call: str, step: int) -> _Part:
+    """A call of a resync's user as a part of the run that the resync is bound to."""
+    found = run()
+    if found is None:
+        raise ConfigError(f"{call}: the engine that the resync was given to is gone, and was not closed")
+    return _Part(found, call, step)
