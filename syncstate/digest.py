@@ -9,7 +9,7 @@ from operator import mul
 import torch
 import xxhash
 
-__all__ = ["digest_bytes", "digest_tensor", "digest_text", "flat_bytes"]
+__all__ = ["digest_bytes", "digest_tensor", "digest_text", "flat_bytes", "in_storage"]
 
 
 def digest_bytes(data: bytes | bytearray | memoryview) -> bytes:
@@ -37,6 +37,14 @@ def digest_tensor(tensor: torch.Tensor) -> bytes:
     return digest.digest()
 
 
+def in_storage(tensor: torch.Tensor) -> bool:
+    """Whether all elements of a strided tensor lie in its storage; touching one that does not would end the process."""
+    if not tensor.numel():
+        return True
+    end = tensor.storage_offset() + sum(map(mul, tensor.shape, tensor.stride())) - sum(tensor.stride()) + 1
+    return bool(tensor.untyped_storage().nbytes() >= end * tensor.element_size())
+
+
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the bits of a tensor as a flat uint8 tensor on the CPU, in the order of its indices.
 
@@ -49,11 +57,8 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta:
         raise ValueError("a meta tensor has no data")
     numel = tensor.numel()
-    if numel:
-        spans = map(mul, tensor.shape, tensor.stride())
-        end = tensor.storage_offset() + sum(spans) - sum(tensor.stride()) + 1
-        if tensor.untyped_storage().nbytes() < end * tensor.element_size():
-            raise ValueError("the storage of the tensor has been freed")  # reading it would crash the process
+    if not in_storage(tensor):
+        raise ValueError("the storage of the tensor has been freed")
     flat = tensor.detach()
     if not flat.is_cpu:
         flat = flat.cpu()

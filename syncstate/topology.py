@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from syncstate.errors import ConfigError
 
-__all__ = ["Topology", "find_topology"]
+__all__ = ["Topology", "find_topology", "process_group"]
 
 
 @dataclass(frozen=True)
@@ -111,3 +111,17 @@ def _env(name: str, default: int) -> int:
         return int(os.environ[name])
     except (KeyError, ValueError):
         return default
+
+
+def process_group(group: Any, topology: Topology) -> Any:
+    """The process group behind a group as users give it; None for a process alone.
+
+    Args:
+        group: As for `find_topology`, which has accepted it.
+        topology: What it found.
+    """
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if hasattr(group, "mesh_dim_names"):
+        return group.get_group()
+    return dist.group.WORLD if topology.world_size > 1 else None

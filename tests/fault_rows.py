@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 import torch
-from fault_scene import PACE, SHORT, STEP, Fault, Scene
+from fault_scene import BOOM, PACE, SHORT, STEP, Fault, Scene, main_fails
 
 from syncstate import Context, Every, SharedState, TensorSpec
 
@@ -98,14 +98,8 @@ def syncs_out_of_order(scene: Scene) -> Any:
 
 
 ROWS = (
-    Fault(
-        compute_raises,
-        "ComputeError",
-        ("ComputeError",),
-        ("'x'", "step 2", "ValueError: boom", "Traceback"),
-        anyone=False,
-    ),
-    Fault(cannot_travel, "ComputeError", ("ComputeError",), ("'x'", "step 2", "CodecError", "a[1]"), anyone=False),
+    main_fails(compute_raises, "step 2", *BOOM),
+    main_fails(cannot_travel, "step 2", "CodecError", "a[1]"),
     Fault(breaks_its_spec, "MismatchError", ("MismatchError",), ("'x'", "step 2", "int", "str"), anyone=False),
     Fault(breaks_its_tensor_spec, "MismatchError", ("MismatchError",), ("[2]", "[3]"), anyone=False, hosted=False),
     Fault(apply_raises, "PeerError", ("ValueError",), ("'x'", "step 2", "rank {who}", "ValueError: cannot apply")),

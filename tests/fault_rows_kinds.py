@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from fault_hosts import Driver
-from fault_scene import LATE, PACE, SHORT, STEP, Fault, Scene
+from fault_scene import BOOM, LATE, PACE, SHORT, STEP, Fault, Scene, main_fails
 
 from syncstate import Context, Every, ParameterResync
 from syncstate.wire.lane import Lane
@@ -215,22 +215,8 @@ _COLLECTED = ("'x'", "step 2", "rank {who}")
 _LEFT = ("KeyboardInterrupt", "SystemExit")
 
 ROWS = (
-    Fault(
-        raises_with_two_others_in_flight,
-        "ComputeError",
-        ("ComputeError",),
-        ("'x'", "step 3", "ValueError: boom", "Traceback"),
-        anyone=False,
-        modes=("async",),
-    ),
-    Fault(
-        raises_at_the_end,
-        "ComputeError",
-        ("ComputeError",),
-        ("'x'", "step 2", "ValueError: boom", "Traceback"),
-        anyone=False,
-        modes=("async",),
-    ),
+    main_fails(raises_with_two_others_in_flight, "step 3", *BOOM, modes=("async",)),
+    main_fails(raises_at_the_end, "step 2", *BOOM, modes=("async",)),
     Fault(
         fails_with_a_body_in_flight,
         "PeerError",
@@ -245,8 +231,8 @@ ROWS = (
     Fault(is_killed_while_it_collects, "PeerError", ("died",), ("rank {who}",)),
     Fault(collects_too_long, "SyncTimeout", ("SyncTimeout", "PeerError"), ("'x'", "1.5 s", "rank {who}")),
     Fault(is_interrupted_while_it_collects, "PeerError", _LEFT, ("rank {who}", "KeyboardInterrupt")),
-    Fault(scatters_too_few_items, "ComputeError", ("ComputeError",), ("'x'", "step 2"), anyone=False),
-    Fault(an_item_cannot_travel, "ComputeError", ("ComputeError",), ("'x'", "step 2", "CodecError"), anyone=False),
+    main_fails(scatters_too_few_items, "step 2"),
+    main_fails(an_item_cannot_travel, "step 2", "CodecError"),
     Fault(apply_of_an_item_raises, "PeerError", ("ValueError",), (*_COLLECTED, "ValueError: cannot apply")),
     Fault(is_killed_in_a_scatter, "PeerError", ("died",), ("rank {who}",)),
     Fault(drifts, "DriftError", ("DriftError",), ("w",)),

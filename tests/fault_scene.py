@@ -9,7 +9,7 @@ from fault_hosts import HOSTS, Driver
 
 from syncstate import Context, Every, SharedState
 
-__all__ = ["LAG", "LAST", "LATE", "MODES", "PACE", "SHORT", "STEP", "Fault", "Mode", "Scene"]
+__all__ = ["BOOM", "LAG", "LAST", "LATE", "MODES", "PACE", "SHORT", "STEP", "Fault", "Mode", "Scene", "main_fails"]
 
 Mode = Literal["blocking", "async"]
 
@@ -19,6 +19,7 @@ LAG = 2  # of asynchronous values
 PACE = 0.4  # seconds a step, where news has to travel while ranks that miss nothing go on
 SHORT = 1.5  # seconds, the timeout of the engines that must run into it
 LATE = SHORT + 2.5  # seconds after which the others have given up, a roll-call of a second included
+BOOM = ("ValueError: boom", "Traceback")  # what is told of a source that raises
 MODES: tuple[Mode, ...] = ("blocking", "async")
 
 
@@ -149,3 +150,8 @@ class Fault:
     def within(self, mode: Mode) -> "Fault":
         """The row in one mode."""
         return dataclasses.replace(self, in_async={}, **self.in_async) if mode == "async" else self
+
+
+def main_fails(run: Callable[[Scene], Any], *says: str, modes: tuple[Mode, ...] = MODES) -> Fault:
+    """A row in which main cannot compute or encode `x`: all ranks raise the same error, and go on."""
+    return Fault(run, "ComputeError", ("ComputeError",), ("'x'", *says), anyone=False, modes=modes)

@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from syncstate.loop.opening import Opened, tell
 from syncstate.loop.options import Resync
 from syncstate.loop.rhythm import Rhythm
 from syncstate.record import Record
 from syncstate.schedule import Every
+from syncstate.topology import process_group
 
 __all__ = ["Chore", "bind_all"]
 
@@ -62,11 +62,7 @@ def bind_all(resyncs: Sequence[Resync], opened: Opened, group: Any, part: Callab
         group: The engine's, as users give it.
         part: Makes a user's call a part of the engine's run.
     """
-    bulk = group if isinstance(group, dist.ProcessGroup) else None
-    if bulk is None and hasattr(group, "mesh_dim_names"):
-        bulk = group.get_group()
-    if bulk is None and opened.topology.world_size > 1:
-        bulk = dist.group.WORLD
+    bulk = process_group(group, opened.topology)
     try:
         for resync in resyncs:
             resync.bind(opened.topology, opened.channels[0], opened.meeting, opened.timeout, part, group=bulk)

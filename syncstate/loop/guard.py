@@ -87,7 +87,7 @@ def _python_layout() -> bool:
     if _python is None or type(_python).__basicsize__ < object.__basicsize__ + _TWISTER_BYTES:
         return False
     words = _python.getstate()[1]
-    found = np.frombuffer(_words_behind(_python).raw, dtype=np.uint32)
+    found = np.frombuffer(_behind_head(_python, _TWISTER_BYTES).raw, dtype=np.uint32)
     return bool(tuple(found[1:]) == words[:-1] and int(found[0]) == words[-1])
 
 
@@ -114,15 +114,13 @@ class _NumpyMemory:
         return raw
 
 
-def _words_behind(thing: object) -> Any:
-    """The memory of a twister that lies behind the object's head."""
-    return (ctypes.c_char * _TWISTER_BYTES).from_address(id(thing) + object.__basicsize__)
+def _behind_head(thing: object, nbytes: int) -> Any:
+    """The memory of an object behind its head."""
+    return (ctypes.c_char * nbytes).from_address(id(thing) + object.__basicsize__)
 
 
 _drawing: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
-_NUMPY_OBJECT = (ctypes.c_char * (type(_drawing).__basicsize__ - object.__basicsize__)).from_address(
-    id(_drawing) + object.__basicsize__
-)
+_NUMPY_OBJECT = _behind_head(_drawing, type(_drawing).__basicsize__ - object.__basicsize__)
 _python: Any = getattr(random, "_inst", None)
 _PYTHON_LAYOUT = _python_layout()
-_PYTHON_WORDS: Any = _words_behind(_python) if _PYTHON_LAYOUT else None
+_PYTHON_WORDS: Any = _behind_head(_python, _TWISTER_BYTES) if _PYTHON_LAYOUT else None

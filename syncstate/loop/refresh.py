@@ -128,8 +128,7 @@ class Refresh:
         else:
             if prompt:
                 self.flights.supersede(batch.names)
-            if batch.rhythms:
-                self._announce(batch, batch.intervals(result.intervals), fields["step"])
+            self._announce(batch, batch.intervals(result.intervals), fields["step"])
             names = self._received(side, batch, result, fields, prompt)
         seconds = time.monotonic() - begun
         for rhythm in batch.rhythms:
@@ -159,7 +158,7 @@ class Refresh:
 
     @staticmethod
     def _announce(batch: Batch, intervals: Mapping[str, int], step: int) -> None:
-        for entry in batch.entries:
+        for entry in batch.entries if batch.rhythms else ():
             entry.announce(step, intervals.get(entry.name))
 
     def settle(self, step: int) -> None:

@@ -52,11 +52,12 @@ class Choice:
         Raises:
             DriftError: `on_drift` is `"raise"`.
         """
-        if self.on_drift == "raise":
-            raise DriftError(str(report), report)
         if callable(self.on_drift):
             self.on_drift(report)
-        return not callable(self.on_drift)
+            return False
+        if self.on_drift == "raise":
+            raise DriftError(str(report), report)
+        return True
 
     def check_world(self, world_size: int) -> None:
         """Raise where a group of this size cannot do what was chosen."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncstate.digest import in_storage
 from syncstate.errors import ConfigError
 from syncstate.resync.bits import spread, whole
 from syncstate.wire import decode, encode
@@ -121,7 +122,7 @@ def tensor_item(name: str, tensor: Tensor) -> Item:
             f"resync: {name!r} is a lazily conjugated view, which cannot be written to in place; store "
             "tensor.resolve_conj().resolve_neg() instead, or leave it out with exclude"
         )
-    if not _has_memory(local):
+    if not in_storage(local) or (local.numel() and not local.data_ptr()):
         raise ConfigError(
             f"resync: {name!r} is a tensor whose memory was freed, or that never had any; resync while it is there, or "
             "leave it out with exclude"
@@ -130,16 +131,6 @@ def tensor_item(name: str, tensor: Tensor) -> Item:
     dense = local.is_cpu and local.is_contiguous()
     end = int(local.storage_offset()) * local.element_size() + size if dense else 0
     return Item(name, describe(tensor), tensor=local, size=size, end=end)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether all elements lie in its storage; touching those that do not would end the process."""
-    if tensor.numel() == 0:
-        return True
-    last = tensor.storage_offset() + sum(
-        (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() >= (last + 1) * tensor.element_size()
 
 
 def value_item(name: str, value: Any, slot: Slot) -> Item:

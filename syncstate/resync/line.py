@@ -73,7 +73,7 @@ class Line:
         """Compare texts through the store, for what is rare; see `Meeting.compare`."""
         if self._meeting is None:
             return {record: ([0], text)}
-        return self._meeting.compare(str(self._wait()), record, text, self.step)
+        return self._meeting.compare(self._what, record, text, self.step)
 
     def gather(self, mine: bytes) -> list[bytes]:
         """Equally long records of all ranks, in rank order, on main; nothing elsewhere."""

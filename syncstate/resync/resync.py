@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncstate.errors import ConfigError, DriftError, SyncStateError
@@ -15,7 +14,7 @@ from syncstate.resync.connection import Connection
 from syncstate.resync.report import DriftReport
 from syncstate.resync.session import Session, look, surveyor
 from syncstate.schedule import Schedule, crossed, whole
-from syncstate.topology import Topology, find_topology
+from syncstate.topology import Topology, find_topology, process_group
 from syncstate.transport import seconds
 from syncstate.wire.channel import Channel
 from syncstate.wire.meeting import Meeting
@@ -147,7 +146,8 @@ class ParameterResync:
 
     def serve(self, step: int) -> DriftReport:
         """What `run` does, for the engine that it is bound to."""
-        session = self._session or self._open().session
+        if (session := self._session) is None:
+            raise ConfigError("resync: no engine runs it")
         return self._conclude(session.run(self._model(), self._choice, step))
 
     def step(self, step: int, epoch: int | None = None) -> DriftReport | None:
@@ -203,7 +203,7 @@ class ParameterResync:
         *,
         group: Any = None,
     ) -> None:
-        """Run inside an engine from now on; for engines, which call `run` where it is due.
+        """Run inside an engine from now on; for engines, which call `serve` where it is due.
 
         Args:
             topology, channel, meeting: The engine's. The channel stays open until `unbind`.
@@ -269,11 +269,7 @@ class ParameterResync:
             except Exception as error:
                 decline(self._group, error)
                 raise
-            bulk = self._group if isinstance(self._group, dist.ProcessGroup) else None
-            if hasattr(self._group, "mesh_dim_names"):
-                bulk = self._group.get_group()
-            if bulk is None and topology.world_size > 1:
-                bulk = dist.group.WORLD
+            bulk = process_group(self._group, topology)
             self._connection = Connection(topology, self._choice, self._timeout, bulk, on_device=self._on_device)
         if self._connection.ended is not None:
             raise self._connection.ended
@@ -296,5 +292,5 @@ class ParameterResync:
         return report
 
     def _is_main(self) -> bool:
-        session = self._session or (None if self._connection is None else self._connection.session)
+        session = self._session or getattr(self._connection, "session", None)
         return session is None or session.topology.is_main

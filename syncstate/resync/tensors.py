@@ -4,13 +4,12 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from syncstate.errors import ConfigError
 from syncstate.resync.items import Item, tensor_item
 from syncstate.resync.sharding import local_shard, refuse_sharded
-from syncstate.resync.walk import PLAIN, Found, signs, unwrap, walk
+from syncstate.resync.walk import Found, is_plain, signs, unwrap, walk
 
 __all__ = ["INCLUDE", "Selection", "Survey", "check_exclude", "check_include"]
 
@@ -149,7 +148,7 @@ class Survey:
 
 def _place(tensor: Tensor) -> Any:
     """What two tied tensors have in common: the object, or the very same place in memory."""
-    if type(tensor) not in PLAIN or tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
+    if not is_plain(tensor):
         return id(tensor)
     pointer = tensor.data_ptr() if tensor.numel() else 0
     return (pointer, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device) if pointer else id(tensor)

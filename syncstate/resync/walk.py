@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from syncstate.errors import ConfigError
 
-__all__ = ["PLAIN", "Found", "signs", "unwrap", "walk"]
+__all__ = ["Found", "is_plain", "signs", "unwrap", "walk"]
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class Found(NamedTuple):
@@ -83,12 +83,19 @@ def _entry(name: Any, tensor: Any) -> Found:
     return Found(name, tensor, "parameters", frozenset())
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is of no class of its own and lies somewhere, so that its place in memory tells it from others."""
+    if type(tensor) not in _PLAIN or tensor.is_meta or tensor.is_nested:
+        return False
+    return tensor.layout is torch.strided
+
+
 def signs(found: Sequence[Found]) -> list[Any] | None:
     """What changes when a tensor is replaced, moved, resized or freed; None where that cannot be told."""
     seen: list[Any] = []
     for one in found:
         tensor = one.tensor
-        if type(tensor) not in PLAIN or tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
+        if not is_plain(tensor):
             return None
         memory = tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.is_conj(), tensor.is_neg()
         seen.append((one.name, one.kind, id(tensor), memory, tensor.shape, tensor.stride(), tensor.dtype))

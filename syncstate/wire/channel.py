@@ -10,10 +10,10 @@ import torch
 from syncstate.topology import Topology
 from syncstate.wire.connecting import connect
 from syncstate.wire.lane import SLICE, Lane, Operation
-from syncstate.wire.meeting import STRIKES, Meeting, Patience
+from syncstate.wire.meeting import Meeting, Patience
 from syncstate.wire.notes import Note, NoteBoard
 from syncstate.wire.sockets import Sockets
-from syncstate.wire.verdict import Wait, broken, late
+from syncstate.wire.verdict import DeathWatch, Wait, broken, late
 
 __all__ = ["LOOK_SECONDS", "Channel", "Operation", "Wait"]
 
@@ -153,17 +153,14 @@ class Channel:
         if lane is None or board is None or operation.work is None:
             return
         operation.linger()
-        strikes = 0
+        watch = DeathWatch(board, wait.step)
         while not self._arrived(operation, wait, board):
             if board.alarmed():
                 raise board.hear(wait.step).error()
             if time.monotonic() - wait.begun >= wait.timeout:
                 raise late(wait, board, self.topology).error()
-            # The backend never ends an operation that has half a message of a rank that died. Ranks that have left in
-            # good order, with all that this one waits for, end one connection each.
-            ended = lane.sockets.ended()
-            strikes = strikes + 1 if ended and ended > board.left_after(wait.step) else 0
-            if strikes >= STRIKES:
+            # The backend never ends an operation that has half a message of a rank that died.
+            if watch.sees(lane.sockets.ended()):
                 raise broken(wait, board, self.topology, RuntimeError("connection closed")).error()
         lane.forget(operation)
 

@@ -11,11 +11,10 @@ from syncstate.errors import PeerError, SyncStateError
 from syncstate.topology import Topology
 from syncstate.wire.notes import Note, NoteBoard, describe_error
 from syncstate.wire.store import Store, StoreLost, gone
-from syncstate.wire.verdict import Wait, broken
+from syncstate.wire.verdict import DeathWatch, Wait, broken
 
-__all__ = ["HOST", "STRIKES", "Groups", "Meeting", "Patience", "store_lost"]
+__all__ = ["HOST", "Groups", "Meeting", "Patience", "store_lost"]
 
-STRIKES = 2  # how often in a row a connection is seen to have ended before what needs it is given up
 HOST = 0  # the rank that reads what the others leave; not the main process, on which the ranks may not agree yet
 
 Groups = dict[str, tuple[list[int], str]]
@@ -82,14 +81,14 @@ class Meeting:
         store = self.store.under(lambda raw: dist.PrefixStore(name, raw))
         return Meeting(topology, store, self._timeout, dist.PrefixStore(name, self.backend))
 
-    def compare(self, what: str, record: str, text: str = "", step: int = 0) -> Groups:
+    def compare(self, what: str, record: str, text: str = "", step: int | None = None) -> Groups:
         """Compare what the ranks hold; every rank gets the same answer. Collective, through the store alone.
 
         Args:
             what: What is compared, for messages.
             record: A short text, such as a digest. The host reads one from each rank.
             text: What the record stands for; read only where records differ, once for each of them.
-            step: This rank's step, for messages.
+            step: This rank's step, for messages; None before there is one.
 
         Returns:
             For each distinct record the ranks that hold it, and its text. One entry means that all agree.
@@ -97,56 +96,55 @@ class Meeting:
         Raises:
             SyncStateError: A rank did not come in time, which is named, or failed.
         """
+        where, now = (what, 0) if step is None else (f"{what} at step {step}", step)
         try:
-            return self._compare(what, record, text, step)
+            return self._compare(where, Wait(what, now, self._timeout, time.monotonic()), record, text)
         except SyncStateError:
             raise
         except StoreLost as error:
-            raise store_lost(what, self.topology.rank, error) from error
+            raise store_lost(where, self.topology.rank, error) from error
         except BaseException as error:  # such as Ctrl-C; the others wait for this rank
-            text = f"{what}: rank {self.topology.rank} failed at step {max(step, 0)}: {describe_error(error)}"
-            self.board.post(Note("peer", self.topology.rank, step, text))
+            text = f"{where}: rank {self.topology.rank} failed at step {max(now, 0)}: {describe_error(error)}"
+            self.board.post(Note("peer", self.topology.rank, now, text))
             raise
 
-    def _compare(self, what: str, record: str, text: str, step: int) -> Groups:
+    def _compare(self, where: str, wait: Wait, record: str, text: str) -> Groups:
         self._round += 1
         topic, rank, everyone = f"round/{self._round}", self.topology.rank, range(self.topology.world_size)
         self.store.set(f"{topic}/{rank}", record)
         if rank == HOST:
             keys = [f"{topic}/{r}" for r in everyone]
-            self._await(keys, what, step)
+            self._await(keys, where, wait)
             groups: dict[str, list[int]] = {}
             for r, key in enumerate(keys):
                 groups.setdefault(self.store.get(key).decode(), []).append(r)
             self.store.set(f"{topic}/verdict", json.dumps(groups))
             self._forget(self._round - 1)  # which all ranks have left behind, or they would not be here
         else:
-            self._await([f"{topic}/verdict"], what, step)
+            self._await([f"{topic}/verdict"], where, wait)
             groups = json.loads(self.store.get(f"{topic}/verdict"))
         if len(groups) == 1:
             return {record: (groups[record], text)}
         if rank == groups[record][0]:
             self.store.set(f"{topic}/text/{rank}", text)
-        self._await([f"{topic}/text/{ranks[0]}" for ranks in groups.values()], what, step)
+        self._await([f"{topic}/text/{ranks[0]}" for ranks in groups.values()], where, wait)
         return {r: (ranks, self.store.get(f"{topic}/text/{ranks[0]}").decode()) for r, ranks in groups.items()}
 
-    def _await(self, keys: list[str], what: str, step: int) -> None:
+    def _await(self, keys: list[str], where: str, wait: Wait) -> None:
         """Wait for keys, or for news of a failure."""
         # The host gives up first and names the missing ranks; the others wait a little longer, to hear it.
-        patience, strikes = Patience(self._timeout + (0.0 if self.topology.rank == HOST else 3.0)), 0
-        wait = Wait(what.removesuffix(f" at step {step}"), step, self._timeout, time.monotonic())
+        patience = Patience(self._timeout + (0.0 if self.topology.rank == HOST else 3.0))
+        watch = DeathWatch(self.board, wait.step)
         while not self.store.check(keys):
             if self.board.alarmed():
-                raise self.board.hear(step).error()
-            ended = 0 if self.ended is None else self.ended()
-            strikes = strikes + 1 if ended and ended > self.board.left_after(step) else 0
-            if strikes >= STRIKES:
+                raise self.board.hear(wait.step).error()
+            if self.ended is not None and watch.sees(self.ended()):
                 raise broken(wait, self.board, self.topology, RuntimeError("connection closed")).error()
             if not patience.pause():
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 who = ", ".join(map(str, missing)) if self.topology.rank == HOST else str(HOST)
-                text = f"{what}: rank {self.topology.rank} waited {self._timeout:g} s for rank {who}, who did not come"
-                raise self.board.post(Note("timeout", self.topology.rank, step, text)).error()
+                text = f"{where}: rank {self.topology.rank} waited {self._timeout:g} s for rank {who}, who did not come"
+                raise self.board.post(Note("timeout", self.topology.rank, wait.step, text)).error()
 
     def _forget(self, number: int) -> None:
         topic = f"round/{number}"

@@ -24,6 +24,7 @@ __all__ = ["decline", "meet"]
 _POLL_SECONDS = 0.005
 _DECLINE_SECONDS = 5.0
 _NO_TOKEN = "-"  # no rank's token; what the store answers where there is none
+_NOBODY = "null"  # nobody has declined
 _attempts: Counter[tuple[int, ...]] = Counter()  # how often this process was to meet the ranks of a group
 
 
@@ -63,18 +64,21 @@ def _base(topology: Topology, timeout: float) -> Store:
 
 def _check_declined(store: Store, topology: Topology) -> None:
     """Raise if a rank has declined this attempt or a later one; what it said in an earlier one no longer counts."""
-    told = store.compare_set("declined", _NO_TOKEN, _NO_TOKEN).decode()
-    if told != _NO_TOKEN:
-        declined = json.loads(told)
-        if declined["attempt"] >= _attempts[topology.global_ranks] and declined["rank"] != topology.rank:
-            raise PeerError(f"start: rank {declined['rank']} failed before it had started: {declined['text']}")
+    declined = json.loads(_declined(store))
+    if declined and declined["attempt"] >= _attempts[topology.global_ranks] and declined["rank"] != topology.rank:
+        raise PeerError(f"start: rank {declined['rank']} failed before it had started: {declined['text']}")
 
 
 def _come_back(store: Store, topology: Topology) -> None:
     """Take back what this rank has declined before: it comes now."""
-    told = store.compare_set("declined", _NO_TOKEN, _NO_TOKEN).decode()
-    if told != _NO_TOKEN and json.loads(told)["rank"] == topology.rank:
-        store.compare_set("declined", told, _NO_TOKEN)
+    told = _declined(store)
+    if told != _NOBODY and json.loads(told)["rank"] == topology.rank:
+        store.compare_set("declined", told, _NOBODY)
+
+
+def _declined(store: Store) -> str:
+    """The last decline, as JSON."""
+    return store.compare_set("declined", _NOBODY, _NOBODY).decode()
 
 
 def meet(topology: Topology, timeout: float) -> Meeting:

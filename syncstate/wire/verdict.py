@@ -6,7 +6,9 @@ from syncstate.topology import Topology
 from syncstate.wire.notes import Note, NoteBoard
 from syncstate.wire.store import gone
 
-__all__ = ["Wait", "broken", "late", "unconnected"]
+__all__ = ["DeathWatch", "Wait", "broken", "late", "unconnected"]
+
+_LOOKS = 2
 
 
 class Wait(NamedTuple):
@@ -26,6 +28,27 @@ class Wait(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.what} at step {self.step}"
+
+
+class DeathWatch:
+    """Whether a rank has died, as far as connections tell.
+
+    Ranks that have left in good order, with all that is waited for, end one connection each; a further one that is
+    seen to have ended twice in a row is that of a rank that died.
+
+    Args:
+        board: The group's notes.
+        step: This rank's step.
+    """
+
+    def __init__(self, board: NoteBoard, step: int) -> None:
+        self._board, self._step = board, step
+        self._seen = 0
+
+    def sees(self, ended: int) -> bool:
+        """Look once more, at the number of connections that have ended."""
+        self._seen = self._seen + 1 if ended and ended > self._board.left_after(self._step) else 0
+        return self._seen >= _LOOKS
 
 
 def broken(wait: Wait, board: NoteBoard, topology: Topology, error: BaseException) -> Note:
