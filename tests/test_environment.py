@@ -40,6 +40,7 @@ def test_ranks_with_different_hash_seeds_locales_and_time_zones_hold_the_same(op
     finally:
         for process in ranks:
             process.kill()
+            process.communicate()  # closes its pipes
     assert printed[0] == printed[1] == printed[2]
     _, text, path, number, order, draw, debug = printed[0]
     assert text == "\u017e\ud83d \u00e9".encode("utf-8", "surrogatepass")

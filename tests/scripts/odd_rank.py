@@ -33,6 +33,7 @@ def main() -> None:
     held = state["words"]
     shown = [sorted(map(repr, held["set"])), held["text"].encode("utf-8", "surrogatepass"), str(held["path"]).encode()]
     sys.stdout.write(repr([*shown, held["float"], list(held["order"]), held["draw"].tolist(), __debug__]) + "\n")
+    sys.stdout.flush()  # which os._exit below does not do
     total = torch.ones(1)
     dist.all_reduce(total)
     os._exit(0 if total.item() == world_size else 1)
